@@ -268,6 +268,20 @@ def test_states(count, reason):
     torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("size", "behind"), [(1, False), (256, False), (257, True)])
+def test_small_states_come_back_with_each_call(size, behind):
+    model = Counter(torch.zeros(size, dtype=torch.int64))
+    compiled = torch.compile(model, backend=qcore_vulkan)
+    for number in range(1, 4):
+        compiled(torch.ones_like(model.count))
+        assert torch.equal(model.count, torch.full_like(model.count, 0 if behind else number))
+    if not behind:  # a write to a part of it loses nothing
+        model.count[0] = 9
+        compiled(torch.ones_like(model.count))
+        assert model.count.tolist() == [10, *[4] * (size - 1)]
+
+
 def test_a_state_of_inference_mode_is_copied():
     states._warn_of_inference.cache_clear()
     with torch.inference_mode():

@@ -310,3 +310,42 @@ def test_tensors_without_elements_are_not_joined():
     joined = [node for node in backend.parts[0].nodes if base_name(node.target) == "cat"]
     assert [len(node.args[0]) for node in joined] == [2, 2]  # the second has the dtype of its empty part
     assert "lift_fresh_copy" not in ops_of(backend.parts[0])
+
+
+class Cache:
+    """Counts its calls in a Python integer, as caches with a window do their tokens."""
+
+    def __init__(self):
+        self.count, self.sum = 3, torch.zeros(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_count_in_an_integer_is_no_constant(uses):
+    def step(cache, x):
+        cache.count += x.shape[0]
+        cache.sum.add_(x.sum(0))
+        return cache.sum * cache.count if uses else cache.sum * 2
+
+    other, cache, x = TorchParts(), Cache(), torch.ones(4, 2)
+    compiled = other.compiled(step)
+    for number in range(1, 6):
+        expected = torch.full((2,), 4.0 * number * (3 + 4 * number if uses else 2))
+        assert torch.equal(compiled(cache, x), expected)
+        assert cache.count == 3 + 4 * number
+    # the first call's count is a constant, that of the second is not; if it is used, each is a program
+    assert len(other.parts) == (5 if uses else 2)
+
+
+@torch.no_grad()
+def test_a_count_that_is_a_size_too_is_a_constant():
+    def step(cache, x):
+        cache.count += 1
+        return x.sum() + x.shape[0]
+
+    other, cache = TorchParts(), Cache()
+    compiled = other.compiled(step)
+    for number in (4, 5, 6):
+        cache.count = number
+        assert compiled(cache, torch.ones(number, 2)) == 3 * number
+        assert cache.count == number + 1

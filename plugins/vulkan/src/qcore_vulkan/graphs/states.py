@@ -1,7 +1,8 @@
 """States on the device: tensors that graphs mutate, above all KV caches; see `qcore.graphs.states` for the rule.
 
-A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`. What
-torch writes in between is noticed by the tensor's version counter, and uploaded.
+A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`; small ones
+(`lowering.small`) come back with each call. What torch writes in between is noticed by the tensor's version counter, and
+uploaded.
 """
 
 from __future__ import annotations
@@ -38,15 +39,24 @@ class State:
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
         if self.ahead and self.version == version(tensor):
-            read_into(self.buffer, tensor)
-            self.version, self.ahead = version(tensor), False
+            self.take(tensor, words_in(self.buffer, tensor))
+
+    def take(self, tensor: Tensor, words: Tensor) -> None:
+        """Bring the tensor up to date with ``words``, those of `buffer`."""
+        with torch.no_grad():
+            tensor.copy_(words)
+        self.version, self.ahead = version(tensor), False
+
+
+def words_in(buffer: Buffer, like: Tensor) -> Tensor:
+    """The words of a device buffer that stand for the values of a tensor."""
+    return torch.from_numpy(buffer.read()).view(host_dtype(like.dtype)).view(like.shape)
 
 
 def read_into(buffer: Buffer, tensor: Tensor) -> None:
     """Write the values of a device buffer to a tensor."""
-    words = torch.from_numpy(buffer.read()).view(host_dtype(tensor.dtype))
     with torch.no_grad():
-        tensor.copy_(words.view(tensor.shape))
+        tensor.copy_(words_in(buffer, tensor))
 
 
 def why_not(tensor: Tensor) -> str:
