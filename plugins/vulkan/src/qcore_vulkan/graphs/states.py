@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import version, why_shared
+from qcore.plugin_api import stamp, why_shared
 
 from ..device import Buffer, Device
 from .numbers import host_dtype, words_of
@@ -28,24 +28,24 @@ class State:
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
-        self.version, self.ahead = version(tensor), False
+        self.stamp, self.ahead = stamp(tensor), False
 
     def refresh(self, tensor: Tensor) -> None:
         """Take what torch has written to the tensor."""
-        if self.version != version(tensor):
+        if self.stamp != stamp(tensor):
             self.buffer.write(words_of(tensor))
-            self.version, self.ahead = version(tensor), False
+            self.stamp, self.ahead = stamp(tensor), False
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
-        if self.ahead and self.version == version(tensor):
+        if self.ahead and self.stamp == stamp(tensor):
             self.take(tensor, words_in(self.buffer, tensor))
 
     def take(self, tensor: Tensor, words: Tensor) -> None:
         """Bring the tensor up to date with ``words``, those of `buffer`."""
         with torch.no_grad():
             tensor.copy_(words)
-        self.version, self.ahead = version(tensor), False
+        self.stamp, self.ahead = stamp(tensor), False
 
 
 def words_in(buffer: Buffer, like: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _leave(state: State, tensor: Tensor) -> None:
     _known.pop(id(tensor), None)
     if not state.device.lost:
         state.write_back(tensor)
-    elif state.ahead and state.version == version(tensor):
+    elif state.ahead and state.stamp == stamp(tensor):
         raise PluginError(
             f"the Vulkan device {state.device.description.name!r} was lost, and with it the values of a state "
             f"{tuple(tensor.shape)}, such as a KV cache.\nIt has its values of the last qcore.graphs.synchronize "
