@@ -163,7 +163,10 @@ def _why_not_cast(node: fx.Node) -> str:
 @rule("_to_copy", why_not=_why_not_cast)
 def _to_copy(c: Lowering, node: fx.Node, x: Operand, **_: Any) -> Operand:
     if x.dtype == torch.float32 and node.meta["val"].dtype == torch.int64:
-        return convert(c.b, x, torch.int32, bad=c.flags)
+        # Torch leaves the conversion of infinities undefined; models select among others afterwards.
+        near = unary(c.b, "clamp", x, p=-(2.0**31), q=2.0**31 - 128)
+        finite = where(c.b, unary(c.b, "isinf", x), near, x)
+        return convert(c.b, finite, torch.int32, bad=c.flags)
     return same(c, x, node)
 
 
