@@ -144,9 +144,8 @@ def _swapped(module, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_that_is_replaced_is_taken_at_the_next_call(dtype):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(8, 16), nn.LayerNorm(16), qcore.nn.QuantizedLinear.from_float(nn.Linear(16, 8), "w8a16"), nn.BatchNorm1d(8)
-    ).eval().to(dtype)  # fmt: skip
+    quantized = qcore.nn.QuantizedLinear.from_float(nn.Linear(16, 8), "w8a16")
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), quantized, nn.BatchNorm1d(8)).eval().to(dtype)
     compiled, x = torch.compile(model, backend=qcore_xla), torch.randn(3, 8, dtype=dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)

@@ -83,9 +83,10 @@ def counters(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | N
 def constants(module: fx.GraphModule) -> list[int]:
     """Positions of the numbers that a program is compiled for: those that the graph or a tensor's shape depends on."""
     places = module.graph.find_nodes(op="placeholder")
-    shapes = {symbol for place in places if isinstance(_value(place), torch.Tensor) for symbol in _symbols(_value(place))}
-    numbers = [(i, place) for i, place in enumerate(places) if not isinstance(_value(place), torch.Tensor)]
-    return [i for i, place in numbers if place.users or not shapes.isdisjoint(_symbols(_value(place)))]
+    values = [_value(place) for place in places]
+    shapes = {symbol for value in values if isinstance(value, torch.Tensor) for symbol in _symbols(value)}
+    numbers = [i for i, value in enumerate(values) if not isinstance(value, torch.Tensor)]
+    return [i for i in numbers if places[i].users or not shapes.isdisjoint(_symbols(values[i]))]
 
 
 def _symbols(value: Any) -> set[Any]:

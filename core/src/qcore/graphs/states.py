@@ -87,7 +87,7 @@ def stamp(tensor: Tensor) -> tuple[int, int]:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The numbers of each tensor's `stamp`, at a third of its cost: what a call looks at for every weight of a model."""
+    """The numbers of all tensors' stamps, at a third of their cost: what a call looks at for the weights of a model."""
     addresses = map(_address, tensors)
     try:
         return [*map(_version, tensors), *addresses]

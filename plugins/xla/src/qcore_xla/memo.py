@@ -18,7 +18,7 @@ _WITH_ADDRESSES = frozenset({"cpu", "cuda"})
 
 
 class Memo(Generic[T]):
-    """Values by tensor, held weakly. A value is computed again if its tensor was written to, or got other memory, since."""
+    """Values by tensor, held weakly. A value is computed again once its tensor was written to or got other memory."""
 
     def __init__(self, make: Callable[..., tuple[T, bool]]) -> None:
         """``make(tensor, *rest)`` gives the value, and whether it shares the tensor's memory and so sees writes."""
@@ -31,9 +31,9 @@ class Memo(Generic[T]):
         found = self._known.get(key)
         # `tensor.data = ...` replaces the memory, and counts no version.
         address = tensor.data_ptr() if tensor.device.type in _WITH_ADDRESSES else 0
-        if found is not None and found[0]() is tensor and found[2] == address:
-            if found[1] < 0 or found[1] == tensor._version:
-                return found[3]
+        same = found is not None and found[0]() is tensor and found[2] == address
+        if found is not None and same and (found[1] < 0 or found[1] == tensor._version):
+            return found[3]
         value, shared = self._make(tensor, *rest)
         if shared or not tensor.is_inference():  # writes to an inference tensor are not counted
             ref = weakref.ref(tensor, partial(self._forget, key))

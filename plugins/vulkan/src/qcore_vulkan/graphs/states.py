@@ -1,8 +1,8 @@
 """States on the device: tensors that graphs mutate, above all KV caches; see `qcore.graphs.states` for the rule.
 
-A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`; small ones
-(`lowering.small`) come back with each call. What torch writes in between is noticed by the tensor's version counter, and
-uploaded.
+A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`; small
+ones (`lowering.small`) come back with each call. What torch writes in between is noticed by the tensor's version
+counter, and uploaded.
 """
 
 from __future__ import annotations
