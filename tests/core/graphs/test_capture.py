@@ -349,3 +349,25 @@ def test_a_count_that_is_a_size_too_is_a_constant():
         cache.count = number
         assert compiled(cache, torch.ones(number, 2)) == 3 * number
         assert cache.count == number + 1
+
+
+@torch.no_grad()
+def test_layers_that_no_graph_reads_are_named():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.recurrent = nn.Embedding(9, 32), nn.LSTM(32, 32, batch_first=True)
+            self.head, self.unused = nn.Linear(32, 9), nn.Linear(32, 9, bias=False)
+
+        def forward(self, ids):
+            return self.head(self.recurrent(self.embed(ids))[0])
+
+    model = Tagger().eval()
+    qcore.quantize_(model, "w8a16")
+    compiled, ids = TorchParts().compiled(model), torch.arange(6).view(2, 3)
+    assert not graphs.explain(compiled).outside  # nothing was captured yet
+    torch.testing.assert_close(compiled(ids), model(ids))
+    found = graphs.explain(compiled)
+    assert found.outside == ("recurrent", "unused")
+    assert str(found).endswith("torch runs them if the model calls them: recurrent, unused")
+    assert not graphs.explain(model.head).outside

@@ -13,7 +13,7 @@
   (``explain`` says so).
 * *Lifetime.* The device's copy is freed with the tensor.
 
-`Resident` keeps device copies of tensors by identity and version, for weights and states alike.
+`Resident` keeps device copies of tensors by identity and `stamp`, for weights and states alike.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from .rules import RULES, rule
 
@@ -30,22 +30,22 @@ def _ends(size: int, window: int, step: int, pad: int, ceil_mode: bool) -> int:
 
 def _pool(
     x: Any, start: Any, function: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, dims: int
-) -> Array:
+) -> Any:
     kernel, pad, dilation = _each(kernel, dims), _each(padding, dims), _each(dilation, dims)
     stride = _each(stride, dims) if stride else kernel
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
     ends = [_ends(*one, ceil_mode) for one in zip(x.shape[-dims:], spans, stride, pad, strict=True)]
     lead = (1,) * (x.ndim - dims)
     pads = [(0, 0)] * (x.ndim - dims) + [(p, p + end) for p, end in zip(pad, ends, strict=True)]
-    return lax.reduce_window(  # type: ignore[no-any-return]
+    return lax.reduce_window(
         x, start, function, (*lead, *kernel), (*lead, *stride), pads, window_dilation=(*lead, *dilation)
     )
 
 
 def _max_pool(
     x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, *, dims: int
-) -> tuple[Array, None]:
-    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+) -> tuple[Any, None]:
+    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else int(np.iinfo(np.dtype(x.dtype)).min)
     # A maximum of NumPy's kind: NaN wins, as in torch.
     y = _pool(x, jnp.asarray(least, x.dtype), jnp.maximum, kernel, stride, padding, dilation, ceil_mode, dims)
     return y, None
@@ -54,8 +54,8 @@ def _max_pool(
 def _avg_pool(
     x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
     divisor: Any = None, *, dims: int,
-) -> Array:  # fmt: skip
-    def total(of: Any, pad: Any) -> Array:
+) -> Any:  # fmt: skip
+    def total(of: Any, pad: Any) -> Any:
         return _pool(of, 0.0, lax.add, kernel, stride, pad, 1, ceil_mode, dims)
 
     y = total(x.astype(jnp.float32), padding)
@@ -77,7 +77,7 @@ for _dims in (2, 3):
     RULES[f"avg_pool{_dims}d"] = partial(_avg_pool, dims=_dims)
 
 
-def _means(size: int, count: int) -> Array:
+def _means(size: int, count: int) -> Any:
     """``(count, size)``: rows that take the means of the windows of adaptive pooling."""
     rows = np.zeros((count, size), np.float32)
     for i in range(count):
@@ -87,20 +87,20 @@ def _means(size: int, count: int) -> Array:
 
 
 @rule("_adaptive_avg_pool2d")
-def _adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Array:
+def _adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Any:
     rows, columns = _means(x.shape[-2], size[0]), _means(x.shape[-1], size[1])
     wide = x.astype(jnp.float32)
     return jnp.einsum("...hw,ih,jw->...ij", wide, rows, columns, precision=lax.Precision.HIGHEST)
 
 
 @rule("adaptive_max_pool2d")
-def _adaptive_max_pool2d(x: Any, size: Sequence[int]) -> tuple[Array, None]:
+def _adaptive_max_pool2d(x: Any, size: Sequence[int]) -> tuple[Any, None]:
     height, width = x.shape[-2] // size[0], x.shape[-1] // size[1]
     return jnp.max(x.reshape(*x.shape[:-2], size[0], height, size[1], width), axis=(-3, -1)), None
 
 
 @rule("as_strided")
-def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Array:
+def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """Of a tensor that lies in memory in order."""
     places = jnp.full(tuple(size), offset or 0, jnp.int32)
     for dim, step in enumerate(stride):
@@ -122,7 +122,7 @@ def _instance_norm(x: Any, weight: Any, bias: Any, training: bool, momentum: flo
 
 
 @rule("unfold")
-def _unfold(x: Any, dim: int, size: int, step: int) -> Array:
+def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     if not x.ndim:
         return jnp.broadcast_to(x, (size,))
     starts = jnp.arange(0, x.shape[dim] - size + 1, step)
@@ -131,18 +131,18 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Array:
 
 
 @rule("diagonal")
-def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     return jnp.diagonal(x, offset, dim1, dim2)
 
 
 @rule("cumprod")
-def _cumprod(x: Any, dim: int, **_: Any) -> Array:
+def _cumprod(x: Any, dim: int, **_: Any) -> Any:
     wide = x.astype(jnp.float32)
     return jnp.cumprod(wide, axis=dim) if x.ndim else wide
 
 
 @rule("logcumsumexp")
-def _logcumsumexp(x: Any, dim: int) -> Array:
+def _logcumsumexp(x: Any, dim: int) -> Any:
     return lax.cumlogsumexp(x.astype(jnp.float32), axis=dim % x.ndim) if x.ndim else x
 
 
@@ -151,7 +151,7 @@ def _var_mean(x: Any, dim: Any = None, *, keepdim: bool = False, **kwargs: Any) 
     return RULES["var"](x, dim, keepdim=keepdim, **kwargs), RULES["mean"](x, dim, keepdim)
 
 
-def _found(table: Any, x: Any, right: bool) -> Array:
+def _found(table: Any, x: Any, right: bool) -> Any:
     if table.ndim == 1:
         return jnp.searchsorted(table, x, side="right" if right else "left")
     before = table[..., None, :] <= x[..., None] if right else table[..., None, :] < x[..., None]
@@ -159,13 +159,13 @@ def _found(table: Any, x: Any, right: bool) -> Array:
 
 
 @rule("searchsorted")
-def _searchsorted(table: Any, x: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Array:
+def _searchsorted(table: Any, x: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Any:
     wide = jnp.result_type(table, x)
     return _found(table.astype(wide), jnp.asarray(x, wide), right or side == "right")
 
 
 @rule("bucketize")
-def _bucketize(x: Any, table: Any, *, right: bool = False, **_: Any) -> Array:
+def _bucketize(x: Any, table: Any, *, right: bool = False, **_: Any) -> Any:
     return _searchsorted(table, x, right=right)
 
 
@@ -177,7 +177,7 @@ _STARTS = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -np.inf, "amin": np.inf
 
 
 @rule("scatter_reduce")
-def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Array:
+def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     places: list[Any] = list(jnp.meshgrid(*(jnp.arange(size) for size in index.shape), indexing="ij"))
     places[dim % x.ndim] = index
     at = tuple(places)
@@ -185,6 +185,6 @@ def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, i
     start = x if include_self else x.at[at].set(_STARTS[reduce])
     y = _SCATTERS[reduce](start.at[at])(source)
     if reduce != "mean":
-        return y  # type: ignore[no-any-return]
+        return y
     counts = jnp.full(x.shape, float(include_self)).at[at].add(1.0)
-    return y / jnp.maximum(counts, 1.0)  # type: ignore[no-any-return]
+    return y / jnp.maximum(counts, 1.0)
