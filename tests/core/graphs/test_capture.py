@@ -371,3 +371,28 @@ def test_layers_that_no_graph_reads_are_named():
     assert found.outside == ("recurrent", "unused")
     assert str(found).endswith("torch runs them if the model calls them: recurrent, unused")
     assert not graphs.explain(model.head).outside
+
+
+class Copying(TorchParts):
+    """Returns tensors with memory of their own, as a device does."""
+
+    def compile(self, part):
+        run = super().compile(part)
+        return lambda values: [y.clone(memory_format=torch.contiguous_format) for y in run(values)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [
+    lambda x: x[:, 1:].as_strided((3, 2), (2, 1)), lambda x: x.mT.as_strided((2, 5), (3, 2), 1),
+    lambda x: x.view(2, 4, 3)[1].as_strided((4,), (2,)), lambda x: x.split(2, 1)[1].as_strided((2, 2), (1, 3)),
+    lambda x: x.mT.contiguous().mT[:, 1:].as_strided((3, 3), (3, 2)), lambda x: x[None].as_strided((2, 2), (1, 1), 20),
+])  # fmt: skip
+@pytest.mark.parametrize("refused", [(), ("as_strided",)])
+@pytest.mark.parametrize("inner", [False, True])
+def test_strided_views_read_the_memory_that_they_are_of(function, refused, inner):
+    x, backend = torch.arange(24.0).view(2, 3, 4), Copying(refused=refused)
+
+    def call(x):
+        return function(x.mT + 1 if inner else x) * 2
+
+    torch.testing.assert_close(backend.compiled(call)(x), call(x))

@@ -177,5 +177,5 @@ def _outside(module: torch.nn.Module, read: set[int]) -> Iterator[str]:
         own = list(layer.parameters(recurse=False))
         if own or isinstance(layer, QuantizedModule):
             own += layer.buffers(recurse=False)
-            if read.isdisjoint(map(id, own)):
+            if name and read.isdisjoint(map(id, own)):  # a model has parameters of its own for training
                 yield name

@@ -195,7 +195,7 @@ def _why_not_arguments(name: str, node: fx.Node) -> str:
         "max_pool2d_with_indices": lambda: _is_read(node, 1),
         "max_pool3d_with_indices": lambda: _is_read(node, 1),
         "adaptive_max_pool2d": lambda: _is_read(node, 1) or _is_uneven(node),
-        "as_strided": lambda: not _is_in_order(args[0].meta["val"]),
+        "as_strided": lambda: not _is_within(args[0].meta["val"], *args[1:]),
         "_native_batch_norm_legit": lambda: not isinstance(args[3], bool),
         "scatter_reduce": lambda: not args[0].meta["val"].is_floating_point(),
         "cumprod": lambda: not node.meta["val"].is_floating_point(),
@@ -218,7 +218,7 @@ _UNSUPPORTED = {
     "max_pool2d_with_indices": "its indices are read",
     "max_pool3d_with_indices": "its indices are read",
     "adaptive_max_pool2d": "its indices are read, or windows overlap",
-    "as_strided": "its tensor is a view",
+    "as_strided": "it reads the memory of a view",
     "_native_batch_norm_legit": "running statistics",
     "scatter_reduce": "integers",
     "cumprod": "products of integers, which may exceed 32 bits",
@@ -238,8 +238,10 @@ def _is_uneven(node: fx.Node) -> bool:
     return any(own % to for own, to in zip(x.shape[-2:], size, strict=True))  # type: ignore[arg-type]
 
 
-def _is_in_order(x: Tensor) -> bool:
-    return x.is_contiguous() and x.storage_offset() == 0
+def _is_within(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether a strided view is one of the elements of x, which must be in order."""
+    last = (offset or 0) + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    return x.is_contiguous() and x.storage_offset() == 0 and last < x.numel()
 
 
 def _why_not_index(name: str, node: fx.Node) -> str:
