@@ -317,6 +317,9 @@ class TestTensorManners:
     def test_torch_functions_say_what_to_do(self):
         with pytest.raises(TypeError, match=r"'linear'.*\n.*qcore.linear"):
             torch.nn.functional.linear(torch.zeros(1, 77), make("int4"))
+        for product in (lambda x, w: x @ w, lambda x, w: w @ x):
+            with pytest.raises(TypeError, match=r"matmul'.*\n.*exclude="):
+                product(torch.zeros(77, 77), make("int4"))
 
     def test_frozen_and_compared_by_identity(self):
         qt = make("int4")

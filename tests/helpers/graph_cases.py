@@ -45,6 +45,7 @@ CASES = [  # the name of an op that the function decomposes to, the function, it
     ("pow", lambda x: x**10, (X,)), ("pow", lambda x: x**-2, (P,)),
     ("gelu", lambda x: F.gelu(x, approximate="tanh"), (X,)), ("leaky_relu", lambda x: F.leaky_relu(x, 0.2), (X,)),
     ("elu", F.elu, (X,)), ("softplus", F.softplus, (X * 12,)), ("clamp", lambda x: x.clamp(-1, 2), (X,)),
+    ("clamp", torch.clamp, (X, Y, P)), ("clamp", lambda x, y: x.clamp(min=y), (X, Y[:, :1])),
     ("clamp", lambda x: x.clamp(min=0.5), (X,)), ("clamp", lambda x: x.clamp(max=3), (I,)),
     ("hardtanh", lambda x: F.relu6(x * 4), (X,)), ("where", torch.where, (B, X, Y)),
     ("where", lambda b, x: torch.where(b, x, 0.0), (B, X)), ("masked_fill", lambda x, b: x.masked_fill(b, -7), (X, B)),

@@ -256,6 +256,27 @@ def test_another_weight_is_taken_at_the_next_call():
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
+def _swapped(module, name):
+    tensor = getattr(module, name)
+    tensor.data = torch.randn_like(tensor).abs()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_is_replaced_is_taken_at_the_next_call(dtype):
+    torch.manual_seed(0)
+    quantized = qcore.nn.QuantizedLinear.from_float(nn.Linear(16, 8), "w8a16")
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), quantized, nn.BatchNorm1d(8)).eval().to(dtype)
+    compiled, x = torch.compile(model, backend=qcore_vulkan), torch.randn(3, 8, dtype=dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+    for at, name in ((0, "weight"), (0, "bias"), (1, "weight"), (2, "bias"), (3, "running_var")):
+        before = model(x)
+        _swapped(model[at], name)
+        torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+        assert not torch.equal(model(x), before)
+
+
 @torch.no_grad()
 def test_parts_between_nodes_of_the_host():
     def model(x):
@@ -294,6 +315,20 @@ def test_states(count, reason):
     torch.testing.assert_close(model.count, torch.full_like(count, 3))
     model.count.zero_()
     torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("size", "behind"), [(1, False), (256, False), (257, True)])
+def test_small_states_come_back_with_each_call(size, behind):
+    model = Counter(torch.zeros(size, dtype=torch.int64))
+    compiled = torch.compile(model, backend=qcore_vulkan)
+    for number in range(1, 4):
+        compiled(torch.ones_like(model.count))
+        assert torch.equal(model.count, torch.full_like(model.count, 0 if behind else number))
+    if not behind:  # a write to a part of it loses nothing
+        model.count[0] = 9
+        compiled(torch.ones_like(model.count))
+        assert model.count.tolist() == [10, *[4] * (size - 1)]
 
 
 def test_a_state_of_inference_mode_is_copied():

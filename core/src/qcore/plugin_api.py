@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         is_whole,
         layers_of,
         scheme_of,
+        stamp,
         torch_compile_backend,
         version,
         versions,
@@ -191,6 +192,7 @@ __all__ = [
     "registry",
     "runs_now",
     "scheme_of",
+    "stamp",
     "torch_compile_backend",
     "version",
     "versions",
@@ -212,7 +214,7 @@ _OF_GRAPHS = {
     name: name.removeprefix("Graph") if name == "GraphPart" else name
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
-        "layers_of", "scheme_of", "torch_compile_backend", "version", "versions", "weight_of",
+        "layers_of", "scheme_of", "stamp", "torch_compile_backend", "version", "versions", "weight_of",
         "why_shared",
     )
 }  # fmt: skip

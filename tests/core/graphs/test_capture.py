@@ -310,3 +310,89 @@ def test_tensors_without_elements_are_not_joined():
     joined = [node for node in backend.parts[0].nodes if base_name(node.target) == "cat"]
     assert [len(node.args[0]) for node in joined] == [2, 2]  # the second has the dtype of its empty part
     assert "lift_fresh_copy" not in ops_of(backend.parts[0])
+
+
+class Cache:
+    """Counts its calls in a Python integer, as caches with a window do their tokens."""
+
+    def __init__(self):
+        self.count, self.sum = 3, torch.zeros(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_count_in_an_integer_is_no_constant(uses):
+    def step(cache, x):
+        cache.count += x.shape[0]
+        cache.sum.add_(x.sum(0))
+        return cache.sum * cache.count if uses else cache.sum * 2
+
+    other, cache, x = TorchParts(), Cache(), torch.ones(4, 2)
+    compiled = other.compiled(step)
+    for number in range(1, 6):
+        expected = torch.full((2,), 4.0 * number * (3 + 4 * number if uses else 2))
+        assert torch.equal(compiled(cache, x), expected)
+        assert cache.count == 3 + 4 * number
+    # the first call's count is a constant, that of the second is not; if it is used, each is a program
+    assert len(other.parts) == (5 if uses else 2)
+
+
+@torch.no_grad()
+def test_a_count_that_is_a_size_too_is_a_constant():
+    def step(cache, x):
+        cache.count += 1
+        return x.sum() + x.shape[0]
+
+    other, cache = TorchParts(), Cache()
+    compiled = other.compiled(step)
+    for number in (4, 5, 6):
+        cache.count = number
+        assert compiled(cache, torch.ones(number, 2)) == 3 * number
+        assert cache.count == number + 1
+
+
+@torch.no_grad()
+def test_layers_that_no_graph_reads_are_named():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.recurrent = nn.Embedding(9, 32), nn.LSTM(32, 32, batch_first=True)
+            self.head, self.unused = nn.Linear(32, 9), nn.Linear(32, 9, bias=False)
+
+        def forward(self, ids):
+            return self.head(self.recurrent(self.embed(ids))[0])
+
+    model = Tagger().eval()
+    qcore.quantize_(model, "w8a16")
+    compiled, ids = TorchParts().compiled(model), torch.arange(6).view(2, 3)
+    assert not graphs.explain(compiled).outside  # nothing was captured yet
+    torch.testing.assert_close(compiled(ids), model(ids))
+    found = graphs.explain(compiled)
+    assert found.outside == ("recurrent", "unused")
+    assert str(found).endswith("torch runs them if the model calls them: recurrent, unused")
+    assert not graphs.explain(model.head).outside
+
+
+class Copying(TorchParts):
+    """Returns tensors with memory of their own, as a device does."""
+
+    def compile(self, part):
+        run = super().compile(part)
+        return lambda values: [y.clone(memory_format=torch.contiguous_format) for y in run(values)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("function", [
+    lambda x: x[:, 1:].as_strided((3, 2), (2, 1)), lambda x: x.mT.as_strided((2, 5), (3, 2), 1),
+    lambda x: x.view(2, 4, 3)[1].as_strided((4,), (2,)), lambda x: x.split(2, 1)[1].as_strided((2, 2), (1, 3)),
+    lambda x: x.mT.contiguous().mT[:, 1:].as_strided((3, 3), (3, 2)), lambda x: x[None].as_strided((2, 2), (1, 1), 20),
+])  # fmt: skip
+@pytest.mark.parametrize("refused", [(), ("as_strided",)])
+@pytest.mark.parametrize("inner", [False, True])
+def test_strided_views_read_the_memory_that_they_are_of(function, refused, inner):
+    x, backend = torch.arange(24.0).view(2, 3, 4), Copying(refused=refused)
+
+    def call(x):
+        return function(x.mT + 1 if inner else x) * 2
+
+    torch.testing.assert_close(backend.compiled(call)(x), call(x))

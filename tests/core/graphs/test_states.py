@@ -17,6 +17,9 @@ def test_device_copies_follow_writes_and_die_with_their_tensor():
     assert resident.peek(tensor) == 1
     assert resident.get(tensor) == 3
     assert torch.equal(made[-1], torch.ones(3))
+    tensor.data = torch.full((3,), 2.0)  # no version counts it
+    assert resident.get(tensor) == 4
+    assert torch.equal(made[-1], tensor)
     resident.put(tensor, 7)
     assert resident.get(tensor) == 7
     del tensor

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from graph_backends import TorchParts
 from torch import nn
 
 import qcore
@@ -191,3 +192,16 @@ def test_one_graph_for_any_number_of_tokens():
     with torch.no_grad():
         for count in (11, 5, 3):
             torch.testing.assert_close(compiled(tokens(count)), block(tokens(count)))
+
+
+@torch.no_grad()
+def test_rows_are_counted_alike_in_a_captured_graph():
+    torch.manual_seed(0)
+    experts = qcore.nn.QuantizedExperts.from_float(Block().experts, "w8a16")
+    backend = TorchParts(refused=("searchsorted",))
+    torch._dynamo.reset()
+    compiled, shares = backend.compiled(experts), torch.rand(5, TOP)
+    for index in (torch.randint(0, E, (5, TOP)), torch.full((5, TOP), E), torch.full((5, TOP), 2)):  # E: no expert
+        torch.testing.assert_close(compiled(tokens(5), index, shares), experts(tokens(5), index, shares))
+    assert not qcore.graphs.explain(experts).host
+    torch._dynamo.reset()

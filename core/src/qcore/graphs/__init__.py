@@ -34,7 +34,7 @@ from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .lengths import bucket
 from .ops import base_name, is_whole
-from .states import Resident, synchronize, version, versions, why_shared
+from .states import Resident, stamp, synchronize, version, versions, why_shared
 
 __all__ = [
     "Compiled",
@@ -53,6 +53,7 @@ __all__ = [
     "is_whole",
     "layers_of",
     "scheme_of",
+    "stamp",
     "synchronize",
     "torch_compile_backend",
     "version",

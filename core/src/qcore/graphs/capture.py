@@ -22,7 +22,7 @@ from . import programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .ops import QUANTIZED, decompositions, is_whole
-from .rewriting import keep_whole, scalars, with_scalars
+from .rewriting import constants, counters, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
 
@@ -53,13 +53,13 @@ class Captured:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], backend: GraphBackend) -> None:
         self._module, self._backend = module, backend
         self._roles = [_role(node) for node in module.graph.find_nodes(op="placeholder")]
-        self._numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._lock = threading.Lock()
         static = [value for value, role in zip(inputs, self._roles, strict=True) if role is not Role.FRESH]
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)
-        self._recorded = keep_whole(module)
+        self._recorded, self._counters = counters(keep_whole(module))
+        self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
         self.__name__ = backend.name
 
@@ -71,7 +71,11 @@ class Captured:
             with self._lock:
                 program = self._programs.get(key) or self._compiled(key, values)
                 self._programs[key] = program
-        return program(*values)
+        results = program(*values)
+        if self._counters is None:
+            return results
+        counts = self._counters.forward(*values)
+        return [result if count is None else count for result, count in zip(results, counts, strict=True)]
 
     def _compiled(self, key: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
         report = Report(self._backend.name, tuple(int(number) for number in key[0]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..nn.base import QuantizedModule
 from .backends import Part, Role
 from .ops import base_name
 
@@ -90,9 +91,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; ``print`` it, or look at the ``reports``: one per graph and set of sizes."""
+    """What `explain` returns; ``print`` it, or look at the fields.
+
+    **Fields:** ``reports``: one per graph and set of sizes; ``outside``: names of layers whose parameters no graph
+    reads: torch runs them if the model calls them, as `torch.compile` does not record everything (``nn.LSTM``, say).
+    """
 
     reports: tuple[Report, ...]
+    outside: tuple[str, ...] = ()
 
     @property
     def submissions(self) -> int:
@@ -110,7 +116,15 @@ class Explanation:
         return tuple(report.refused for report in self.reports if report.refused)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.reports)) or "no graph was captured yet: call the compiled model first."
+        if not self.reports:
+            return "no graph was captured yet: call the compiled model first."
+        names = ", ".join(self.outside[:_NAMED]) + (", ..." if len(self.outside) > _NAMED else "")
+        outside = [f"in no graph, so that torch runs them if the model calls them: {names}"] if names else []
+        return "\n".join([*map(str, self.reports), *outside])
+
+
+_NAMED = 12
+"""Names of layers in a text."""
 
 
 @dataclass(eq=False)
@@ -137,16 +151,31 @@ def explain(compiled: Any = None) -> Explanation:
     """
     found = list(_records)
     if compiled is not None:
-        wanted = _tensors_of(compiled if isinstance(compiled, Sequence) else [compiled])
+        modules = _modules(compiled if isinstance(compiled, Sequence) else [compiled])
+        wanted = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         found = [record for record in found if any(id(ref()) in wanted for ref in record.tensors)]
-    return Explanation(tuple(report for record in found for report in record.reports))
+    else:
+        modules = []
+    read = {id(ref()) for record in found for ref in record.tensors}
+    outside = tuple(name for module in modules for name in _outside(module, read)) if found else ()
+    return Explanation(tuple(report for record in found for report in record.reports), outside)
 
 
-def _tensors_of(modules: Sequence[Any]) -> set[int]:
-    found: set[int] = set()
-    for module in modules:
+def _modules(given: Sequence[Any]) -> list[torch.nn.Module]:
+    found = []
+    for module in given:
         owner = module if isinstance(module, torch.nn.Module) else getattr(module, "__self__", None)
         if not isinstance(owner, torch.nn.Module):
             raise TypeError(f"explain takes modules or their compiled form, not a {type(module).__name__}")
-        found |= {id(tensor) for tensor in (*owner.parameters(), *owner.buffers())}
+        found.append(getattr(owner, "_orig_mod", owner))
     return found
+
+
+def _outside(module: torch.nn.Module, read: set[int]) -> Iterator[str]:
+    """Names of the layers of ``module`` none of whose tensors is among ``read``."""
+    for name, layer in module.named_modules():
+        own = list(layer.parameters(recurse=False))
+        if own or isinstance(layer, QuantizedModule):
+            own += layer.buffers(recurse=False)
+            if name and read.isdisjoint(map(id, own)):  # a model has parameters of its own for training
+                yield name

@@ -9,6 +9,7 @@ The patterns are those that models in the form of transformers' decompose to:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,58 @@ _NOTHING = frozenset({"slice", "expand", "view", "reshape", "permute", "alias", 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()
+
+
+_VIEWS = frozenset({
+    "view", "_unsafe_view", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select", "alias",
+    "detach", "split_with_sizes", "split", "unbind", "diagonal", "unfold",
+})  # fmt: skip
+
+
+def take_whole_memory(module: fx.GraphModule) -> None:
+    """Let ``as_strided`` take the tensor that owns the memory instead of a view of it, in place.
+
+    It reads the memory of its tensor. What a device returns has memory of its own, in order: views do not survive.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or base_name(node.target) != "as_strided":
+            continue
+        view, size, stride, *offset = node.args
+        start = offset[0] if offset and offset[0] is not None else view.meta["val"].storage_offset()
+        owner = _owner(view)
+        whole = owner.meta["val"]
+        if whole.storage_offset() == 0 and not whole.is_contiguous() and _is_dense(whole):
+            order = sorted(range(whole.dim()), key=lambda dim: (-whole.stride(dim), whole.shape[dim] == 1))
+            with module.graph.inserting_before(node):
+                turned = module.graph.call_function(_aten.permute.default, (owner, order))
+            turned.meta = {**owner.meta, "val": whole.permute(order)}
+            owner = turned
+        node.args = (owner, size, stride, start)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The tensor of whose memory ``node`` is a view."""
+    while node.op == "call_function":
+        source = node.args[0]
+        if node.target is operator.getitem and isinstance(source, fx.Node) and base_name(source.target) in _VIEWS:
+            source = source.args[0]
+        elif base_name(node.target) not in _VIEWS:
+            break
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements are next to each other in memory, in any order of the dimensions."""
+    size = 1
+    for step, count in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.dim()) if x.shape[dim] != 1):
+        if step != size:
+            return False
+        size *= count
+    return True
 
 
 def recognize(module: fx.GraphModule, names: frozenset[str]) -> None:

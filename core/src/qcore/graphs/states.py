@@ -13,7 +13,7 @@
   (``explain`` says so).
 * *Lifetime.* The device's copy is freed with the tensor.
 
-`Resident` keeps device copies of tensors by identity and version, for weights and states alike.
+`Resident` keeps device copies of tensors by identity and `stamp`, for weights and states alike.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ backends: dict[str, GraphBackend] = {}
 
 
 class Resident(Generic[T]):
-    """Device copies of tensors, each kept as long as its tensor lives, and made again once torch has written to it."""
+    """Device copies of tensors, each kept as long as its tensor lives, and made again once its `stamp` has changed."""
 
     def __init__(self, make: Callable[[Tensor], T]) -> None:
         """``make``: uploads a tensor."""
         self._make = make
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, T]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], T]] = {}
 
     def get(self, tensor: Tensor) -> T:
         """The device copy of a tensor."""
         found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1] == version(tensor):
+        if found is not None and found[0]() is tensor and found[1] == stamp(tensor):
             return found[2]
         return self.put(tensor, self._make(tensor))
 
     def put(self, tensor: Tensor, value: T) -> T:
         """Keep ``value`` as the device copy of a tensor in its present version."""
         key = id(tensor)
-        self._known[key] = (weakref.ref(tensor, partial(self._forget, key)), version(tensor), value)
+        self._known[key] = (weakref.ref(tensor, partial(self._forget, key)), stamp(tensor), value)
         return value
 
     def peek(self, tensor: Tensor) -> T | None:
@@ -81,15 +81,21 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def stamp(tensor: Tensor) -> tuple[int, int]:
+    """`version`, and the address of the tensor's memory: ``parameter.data = ...`` is not counted, but replaces it."""
+    return version(tensor), tensor.data_ptr()
+
+
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """`version` of each tensor, at a third of its cost: what a call looks at for every weight of a model."""
+    """The numbers of all tensors' stamps, at a third of their cost: what a call looks at for the weights of a model."""
+    addresses = map(_address, tensors)
     try:
-        return list(map(_version, tensors))
+        return [*map(_version, tensors), *addresses]
     except RuntimeError:  # there are inference tensors
-        return list(map(version, tensors))
+        return [*map(version, tensors), *addresses]
 
 
-_version = operator.attrgetter("_version")
+_version, _address = operator.attrgetter("_version"), Tensor.data_ptr
 
 
 def why_shared(tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..weights.schemes import Scheme
 from .base import HOOKS
+from .graph_ops import captures_layers
 from .grouped_linear import QuantizedGroupedLinear
 
 _FUSED, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -140,7 +141,10 @@ class QuantizedExperts(nn.Module):
         # Rows of one expert are contiguous; those of no expert come last, after the last end, and give 0.
         sorted_experts, order = torch.sort(experts, stable=True)
         each = torch.arange(self.num_experts, device=experts.device, dtype=sorted_experts.dtype)
-        ends = torch.searchsorted(sorted_experts, each, right=True).to(torch.int32)
+        if captures_layers():  # backends sum more often than they search
+            ends = (sorted_experts <= each.unsqueeze(1)).sum(1, dtype=torch.int32)
+        else:
+            ends = torch.searchsorted(sorted_experts, each, right=True).to(torch.int32)
         x = tokens.index_select(0, order // k)
         projections = self.projections()
         y = projections[_DOWN](_between(self.gate)(projections[self._up](x, ends)), ends)

@@ -104,8 +104,14 @@ class QTensor:
         name = getattr(func, "__name__", str(func))
         raise TypeError(
             f"torch function {name!r} was called with a QTensor, which is not a torch.Tensor.\n"
-            f"Use qcore.linear(x, weight, bias), or weight.dequantize() for a dense copy."
+            f"Use qcore.linear(x, weight, bias), or weight.dequantize() for a dense copy. A model that reads "
+            f"the weight of a layer itself needs this layer in floats: quantize_(model, scheme, exclude='*.layer')."
         )
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.__torch_function__(torch.matmul, (), (self, other))
+
+    __rmatmul__ = __matmul__
 
     @classmethod
     def from_codes(

@@ -37,8 +37,8 @@ Given = Buffer | Weight | None
 class Recorded:
     """A part recorded for certain buffers.
 
-    **Fields:** ``program``: takes the part's fresh inputs, returns its results and, if ``checks``, one more word: 0, or
-    `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
+    **Fields:** ``program``: takes the part's fresh inputs, returns its results, its `small` states and, if ``checks``,
+    one more word: 0, or `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
     """
 
     program: Program
@@ -146,6 +146,7 @@ class Lowering:
                 self._call(node)
         outputs = [self._output(self._values[node]) for node in _returned(self._part)]
         self._update()
+        outputs += [self._output(_whole(self._given[i], self._part.inputs[i].example)) for i in small(self._part)]  # type: ignore[arg-type]
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
         program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")
@@ -227,6 +228,18 @@ class Lowering:
             pairs.append((value, target))
         for value, target in pairs:
             convert(self.b, value, target.dtype, out=target)
+
+
+_SMALL = 256
+"""Elements."""
+
+
+def small(part: GraphPart) -> list[int]:
+    """Positions of the states that are so small that each run returns them: lengths and positions of caches.
+
+    The program around a model reads these from call to call, so they must not be behind in torch.
+    """
+    return [i for i, one in enumerate(part.inputs) if one.role is Role.STATE and one.example.numel() <= _SMALL]
 
 
 def _roles(part: GraphPart) -> list[Role]:

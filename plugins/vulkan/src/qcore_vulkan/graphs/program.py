@@ -23,7 +23,7 @@ from ..programs import Programs
 from ..weights import known
 from . import residents, states
 from .constants import folded
-from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves
+from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves, small
 from .numbers import TOO_LARGE, host_dtype, words_of
 from .rules import rule_of
 from .states import State
@@ -39,6 +39,7 @@ class Program:
         self._part = part
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
+        self._small_states = [(i, part.inputs[i].example) for i in small(part)]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._weights = {i for i, role in enumerate(roles) if role is Role.WEIGHT}
@@ -74,12 +75,15 @@ class Program:
         recorded = self._program(device, given)
         inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
+        returned = {i: torch.empty(like.shape, dtype=host_dtype(like.dtype)) for i, like in self._small_states}
         flag = [torch.zeros(1, dtype=torch.int32)] if recorded.checks else []
-        recorded.program.run(inputs, [*outputs, *flag])
-        for i, state in zip(self._states, held, strict=True):
-            if i in self._copied:
-                states.read_into(state.buffer, values[i])  # type: ignore[arg-type]
+        recorded.program.run(inputs, [*outputs, *returned.values(), *flag])
         states.advance(held)
+        for i, state in zip(self._states, held, strict=True):
+            if i in returned:
+                state.take(values[i], returned[i])  # type: ignore[arg-type]
+            elif i in self._copied:
+                states.read_into(state.buffer, values[i])  # type: ignore[arg-type]
         if flag:
             _check(int(flag[0].item()))
         return [y.to(like.dtype) for y, like in zip(outputs, self._results, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,14 @@ class Weight:
 
     def __init__(self, device: Device, weight: DeviceWeight, order: Buffer | None = None) -> None:
         self.device, self.weight, self.order = device, weight, order
+
+
+class Experts(Weight):
+    """The weights of several experts, which one marker stands for."""
+
+    def __init__(self, each: Sequence[Weight]) -> None:
+        super().__init__(each[0].device, each[0].weight)
+        self.each = tuple(each)
 
 
 class Residents:
@@ -80,6 +88,12 @@ def _weight(device: Device, marker: Tensor) -> Weight:
     if resident is not None and resident.device is device:
         return Weight(device, resident.weight)
     weight = weight_of(marker)
+    if weight.dim() == 3:
+        return Experts([_placed(device, weight[e]) for e in range(weight.shape[0])])
+    return _placed(device, weight)
+
+
+def _placed(device: Device, weight: QTensor) -> Weight:
     order = weight.order
     try:
         placed = upload(device, weight if order is None else weight.derived(order=None))

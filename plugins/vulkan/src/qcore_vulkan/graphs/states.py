@@ -1,7 +1,8 @@
 """States on the device: tensors that graphs mutate, above all KV caches; see `qcore.graphs.states` for the rule.
 
-A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`. What
-torch writes in between is noticed by the tensor's version counter, and uploaded.
+A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`; small
+ones (`lowering.small`) come back with each call. What torch writes in between is noticed by the tensor's version
+counter, and uploaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import version, why_shared
+from qcore.plugin_api import stamp, why_shared
 
 from ..builder import Builder, Place, Program, Ref
 from ..device import Buffer, Device
@@ -31,21 +32,31 @@ class State:
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
-        self.version, self.ahead = version(tensor), False
+        self.stamp, self.ahead = stamp(tensor), False
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether torch has written to the tensor."""
-        return self.version != version(tensor)
+        return self.stamp != stamp(tensor)
 
     def refreshed(self, tensor: Tensor) -> None:
         """Note that the device has the tensor's values."""
-        self.version, self.ahead = version(tensor), False
+        self.stamp, self.ahead = stamp(tensor), False
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
-        if self.ahead and self.version == version(tensor):
-            read_into(self.buffer, tensor)
-            self.version, self.ahead = version(tensor), False
+        if self.ahead and self.stamp == stamp(tensor):
+            self.take(tensor, words_in(self.buffer, tensor))
+
+    def take(self, tensor: Tensor, words: Tensor) -> None:
+        """Bring the tensor up to date with ``words``, those of `buffer`."""
+        with torch.no_grad():
+            tensor.copy_(words)
+        self.stamp, self.ahead = stamp(tensor), False
+
+
+def words_in(buffer: Buffer, like: Tensor) -> Tensor:
+    """The words of a device buffer that stand for the values of a tensor."""
+    return torch.from_numpy(buffer.read()).view(host_dtype(like.dtype)).view(like.shape)
 
 
 Stale = tuple[State, Tensor]
@@ -54,9 +65,8 @@ Stale = tuple[State, Tensor]
 
 def read_into(buffer: Buffer, tensor: Tensor) -> None:
     """Write the values of a device buffer to a tensor."""
-    words = torch.from_numpy(buffer.read()).view(host_dtype(tensor.dtype))
     with torch.no_grad():
-        tensor.copy_(words.view(tensor.shape))
+        tensor.copy_(words_in(buffer, tensor))
 
 
 def why_not(tensor: Tensor) -> str:
@@ -165,7 +175,7 @@ def _leave(state: State, tensor: Tensor) -> None:
     _known.pop(id(tensor), None)
     if not state.device.lost:
         state.write_back(tensor)
-    elif state.ahead and state.version == version(tensor):
+    elif state.ahead and state.stamp == stamp(tensor):
         raise PluginError(
             f"the Vulkan device {state.device.description.name!r} was lost, and with it the values of a state "
             f"{tuple(tensor.shape)}, such as a KV cache.\nIt has its values of the last qcore.graphs.synchronize "

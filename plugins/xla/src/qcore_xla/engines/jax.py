@@ -82,11 +82,22 @@ _SMALL = 1 << 15
 
 def device_of(tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The tensors' GPU as torch's current device: torch exports memory of the current device only."""
-    first = next(tensor for tensor in tensors if tensor is not None)
-    if not first.is_cuda:
+    first = next((tensor for tensor in tensors if tensor is not None), None)
+    if first is None or not first.is_cuda:
         return contextlib.nullcontext()
     _start_on_gpus()
     return torch.cuda.device(first.device)
+
+
+@contextlib.contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """What runs without a tensor, which would say where, runs on ``device``."""
+    import jax
+
+    with device_of([torch.empty(0, device=device)]):  # starts JAX, where it has to be told how
+        own = jax.devices("gpu" if device.type == "cuda" else "cpu")[device.index or 0]
+        with jax.default_device(own):
+            yield
 
 
 @lru_cache(maxsize=1)

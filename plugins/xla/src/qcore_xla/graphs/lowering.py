@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, base_name, is_whole
 
-from . import decoding, quantized
+from . import decoding, quantized, windows  # noqa: F401 - windows registers rules
 from .layers import Cuts, Siblings, layer_of, siblings
 from .overflow import overflow
 from .quantized import Layer
@@ -171,7 +171,7 @@ def _as_torch(y: Any, like: Any) -> Any:
     """The results with the dtypes that torch gives them."""
     if isinstance(like, (tuple, list)):
         return tuple(_as_torch(one, of) for one, of in zip(y, like, strict=False))
-    if not isinstance(like, Tensor):
+    if y is None or not isinstance(like, Tensor):  # None: a result of several that nothing reads
         return y
     y = jnp.asarray(y)
     assert y.shape == tuple(like.shape), (y.shape, tuple(like.shape))
@@ -210,8 +210,15 @@ def _why_not_arguments(name: str, node: fx.Node) -> str:
     """Why a rule does not take these arguments."""
     args: Any = node.args
     unsupported: dict[str, Callable[[], Any]] = {
-        "convolution": lambda: args[6] or args[0].meta["val"].dim() < 3,  # transposed, or without a batch
-        "avg_pool2d": lambda: len(args) > 4 and args[4],  # ceil_mode
+        "convolution": lambda: args[0].meta["val"].dim() < 3,
+        "max_pool2d_with_indices": lambda: _is_read(node, 1),
+        "max_pool3d_with_indices": lambda: _is_read(node, 1),
+        "adaptive_max_pool2d": lambda: _is_read(node, 1) or _is_uneven(node),
+        "as_strided": lambda: not _is_within(args[0].meta["val"], *args[1:]),
+        "_native_batch_norm_legit": lambda: not isinstance(args[3], bool),
+        "scatter_reduce": lambda: not args[0].meta["val"].is_floating_point(),
+        "cumprod": lambda: not node.meta["val"].is_floating_point(),
+        "searchsorted": lambda: node.kwargs.get("sorter") is not None,
         "linalg_vector_norm": lambda: len(args) > 1 and not args[1] > 0,
         "native_batch_norm": lambda: args[5],  # in training
     }
@@ -226,11 +233,34 @@ def _why_not_arguments(name: str, node: fx.Node) -> str:
 
 
 _UNSUPPORTED = {
-    "convolution": "it is transposed, or x has no batch",
-    "avg_pool2d": "ceil_mode",
+    "convolution": "x has no batch",
+    "max_pool2d_with_indices": "its indices are read",
+    "max_pool3d_with_indices": "its indices are read",
+    "adaptive_max_pool2d": "its indices are read, or windows overlap",
+    "as_strided": "it reads the memory of a view",
+    "_native_batch_norm_legit": "running statistics",
+    "scatter_reduce": "integers",
+    "cumprod": "products of integers, which may exceed 32 bits",
+    "searchsorted": "a sorter",
     "linalg_vector_norm": "an order that is not positive",
     "native_batch_norm": "training",
 }
+
+
+def _is_read(node: fx.Node, at: int) -> bool:
+    """Whether something reads a result of a node that gives several."""
+    return any(user.target is operator.getitem and user.args[1] == at and user.users for user in node.users)
+
+
+def _is_uneven(node: fx.Node) -> bool:
+    x, size = node.args[0].meta["val"], node.args[1]  # type: ignore[union-attr]
+    return any(own % to for own, to in zip(x.shape[-2:], size, strict=True))  # type: ignore[arg-type]
+
+
+def _is_within(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether a strided view is one of the elements of x, which must be in order."""
+    last = (offset or 0) + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    return x.is_contiguous() and x.storage_offset() == 0 and last < x.numel()
 
 
 def _why_not_index(name: str, node: fx.Node) -> str:

@@ -32,13 +32,18 @@ def overflow(name: str, node: fx.Node, args: Sequence[Any]) -> Array | None:
     if not isinstance(like, Tensor) or like.dtype != torch.int64:
         return None
     if name == "_to_copy":
-        return _beyond(args[0], _LIMIT) if jnp.issubdtype(args[0].dtype, jnp.floating) else None
+        return _finite_beyond(args[0]) if jnp.issubdtype(args[0].dtype, jnp.floating) else None
     check = _CHECKS.get(name)
     return None if check is None else check(name, args, dict(node.kwargs))
 
 
+def _finite_beyond(x: Any) -> Array:
+    """False for NaN and infinities, whose conversion torch leaves undefined: models select among others afterwards."""
+    return jnp.any((jnp.abs(x) >= _LIMIT) & ~jnp.isinf(x))
+
+
 def _beyond(x: Any, limit: float) -> Array:
-    return jnp.any(jnp.abs(x) >= limit)  # false for NaN, whose conversion torch leaves undefined
+    return jnp.any(jnp.abs(x) >= limit)
 
 
 def _float(x: Any) -> Array:

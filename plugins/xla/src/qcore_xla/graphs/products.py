@@ -100,32 +100,27 @@ def convolution(
     x: Any, weight: Any, bias: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
-    """A convolution of 1 to 3 dimensions, channels first; not transposed."""
-    assert not transposed
-    del output_padding
+    """A convolution of 1 to 3 dimensions, channels first."""
     dims = x.ndim - 2
-    full = [list(values) * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation)]
+    steps, pads, apart, more = (
+        list(values) * dims if len(values) == 1 else list(values)
+        for values in (stride, padding, dilation, output_padding)
+    )
+    around, spread = [(p, p) for p in pads], [1] * dims
+    if transposed:  # a convolution of x with gaps, by the weight turned round
+        spread, steps = steps, [1] * dims
+        reach = [d * (size - 1) for d, size in zip(apart, weight.shape[2:], strict=True)]
+        around = [(r - p, r - p + o) for r, p, o in zip(reach, pads, more, strict=True)]
+        weight = _turned(weight, groups)
     y = lax.conv_general_dilated(
-        x, weight, full[0], [(p, p) for p in full[1]], rhs_dilation=full[2], feature_group_count=groups,
+        x, weight, steps, around, lhs_dilation=spread, rhs_dilation=apart, feature_group_count=groups,
         precision=_precision(x), preferred_element_type=jnp.float32,
     )  # fmt: skip
     return y if bias is None else y + bias.reshape((1, -1) + (1,) * dims)
 
 
-@rule("avg_pool2d")
-def _avg_pool2d(
-    x: Any, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,), ceil_mode: bool = False,
-    count_include_pad: bool = True, divisor: Any = None,
-) -> Any:  # fmt: skip
-    assert not ceil_mode
-    window, steps, pads = _window(x, kernel, stride, padding)
-    total = lax.reduce_window(x.astype(jnp.float32), 0.0, lax.add, window, steps, pads)
-    if divisor is not None or count_include_pad:
-        return total / (divisor or window[-1] * window[-2])
-    return total / lax.reduce_window(jnp.ones(x.shape, jnp.float32), 0.0, lax.add, window, steps, pads)
-
-
-def _window(x: Any, kernel: Any, stride: Any, padding: Any) -> tuple[Any, Any, Any]:
-    pairs = [(list(v) * 2)[:2] for v in (kernel, stride or kernel, padding)]
-    lead = (1,) * (x.ndim - 2)
-    return (*lead, *pairs[0]), (*lead, *pairs[1]), [(0, 0)] * (x.ndim - 2) + [(p, p) for p in pairs[2]]
+def _turned(weight: Any, groups: int) -> Any:
+    """``(IC, OC / groups, ...)`` of a transposed convolution as ``(OC, IC / groups, ...)``, windows back to front."""
+    by_group = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+    swapped = jnp.swapaxes(by_group, 1, 2).reshape(-1, weight.shape[0] // groups, *weight.shape[2:])
+    return jnp.flip(swapped, tuple(range(2, swapped.ndim)))

@@ -24,7 +24,7 @@ from qcore import PluginError
 from qcore.plugin_api import GraphPart, Resident, Role, versions, weight_of
 
 from .. import environment
-from ..engines.jax import device_of, writable
+from ..engines.jax import alone_on, device_of, writable
 from ..memo import Memo
 from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
 from .inbox import Inbox
@@ -173,7 +173,8 @@ class Program:
                 "this process was forked from one that had used JAX, and JAX does not work after a fork.\n"
                 "Start workers with the 'spawn' method: torch.multiprocessing.set_start_method('spawn')."
             )
-        with self._lock, device_of([value for value in values if isinstance(value, Tensor)][:1]):
+        given = [value for value in values if isinstance(value, Tensor)][:1]
+        with self._lock, device_of(given) if given else alone_on(self._device):
             return self._call(values)
 
     def _call(self, values: Sequence[Any]) -> Sequence[Tensor]:

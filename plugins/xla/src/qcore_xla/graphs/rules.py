@@ -54,13 +54,15 @@ def _unary(name: str, function: Rule) -> None:
 
 
 for _name in (
-    "exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sqrt", "sinh", "cosh",
+    "exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sqrt", "sinh", "cosh", "asinh",
+    "acosh", "atanh",
 ):  # fmt: skip
     _unary(_name, getattr(jnp, _name))
 for _name, _function in {
     "rsqrt": lax.rsqrt, "erf": lax.erf, "sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu, "reciprocal": lambda x: 1 / x,
     "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)), "hardsigmoid": lambda x: jnp.clip(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * jnp.clip(x + 3, 0, 6) / 6, "atan": jnp.arctan, "asin": jnp.arcsin, "acos": jnp.arccos,
+    "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": lax.digamma,
 }.items():  # fmt: skip
     _unary(_name, _function)
 for _name, _function in {
@@ -75,9 +77,13 @@ for _name, _function in {
     "le": jnp.less_equal, "gt": jnp.greater, "ge": jnp.greater_equal, "logical_and": jnp.logical_and,
     "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and,
     "bitwise_or": jnp.bitwise_or, "bitwise_xor": jnp.bitwise_xor, "remainder": jnp.remainder, "fmod": jnp.fmod,
-    "mul": jnp.multiply,
+    "mul": jnp.multiply, "fmax": jnp.fmax, "fmin": jnp.fmin,
 }.items():  # fmt: skip
     RULES[_name] = lambda a, b, _function=_function, **_: _function(a, b)
+
+
+for _name, _function in {"atan2": jnp.arctan2, "hypot": jnp.hypot, "copysign": jnp.copysign}.items():
+    RULES[_name] = lambda a, b, _function=_function, **_: _function(_floating(a), _floating(b))
 
 
 @rule("add")

@@ -147,11 +147,13 @@ def _clamp(c: Lowering, node: fx.Node, x: Operand, least: Any = None, most: Any 
     if rule_name(node.target) == "hardtanh":
         least, most = -1.0 if least is None else least, 1.0 if most is None else most
     y = same(c, x, node)
-    if y.dtype == torch.float32:
+    numbers = not any(isinstance(one, Operand) for one in (least, most))
+    if numbers and y.dtype == torch.float32:
         low, high = -math.inf if least is None else float(least), math.inf if most is None else float(most)
         return unary(c.b, "clamp", y, p=low, q=high)
     for name, limit in (("maximum", least), ("minimum", most)):
-        y = y if limit is None else binary(c.b, name, y, limit)
+        if limit is not None:
+            y = binary(c.b, name, y, same(c, limit, node) if isinstance(limit, Operand) else limit)
     return y
 
 
@@ -163,7 +165,10 @@ def _why_not_cast(node: fx.Node) -> str:
 @rule("_to_copy", why_not=_why_not_cast)
 def _to_copy(c: Lowering, node: fx.Node, x: Operand, **_: Any) -> Operand:
     if x.dtype == torch.float32 and node.meta["val"].dtype == torch.int64:
-        return convert(c.b, x, torch.int32, bad=c.flags)
+        # Torch leaves the conversion of infinities undefined; models select among others afterwards.
+        near = unary(c.b, "clamp", x, p=-(2.0**31), q=2.0**31 - 128)
+        finite = where(c.b, unary(c.b, "isinf", x), near, x)
+        return convert(c.b, finite, torch.int32, bad=c.flags)
     return same(c, x, node)
 
 

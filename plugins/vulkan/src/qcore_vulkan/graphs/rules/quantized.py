@@ -20,9 +20,10 @@ from ...steps import Image, Rows, rows_pitch
 from ...steps.codes import decode, encode
 from ...steps.gather import gather
 from ...steps.operand import HALVES, Operand, contiguous_strides, over
-from ...steps.pointwise import binary, convert
+from ...steps.pointwise import binary, convert, where
+from ...steps.reductions import cumsum, reduce
 from ..lowering import Lowering
-from ..residents import Weight
+from ..residents import Experts, Weight
 from ..views import reshaped
 from .registry import rule
 
@@ -111,6 +112,44 @@ def _value(node: fx.Node) -> torch.Tensor:
     """What a node takes first, as torch sees it."""
     value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return value
+
+
+_MOST_EXPERTS = 32
+"""A program multiplies by the weight of each."""
+
+
+def _why_not_grouped(node: fx.Node) -> str:
+    args: Any = node.args
+    experts, scheme = args[1].meta["val"].shape[0], scheme_of(args[4])
+    if experts > _MOST_EXPERTS:
+        return f"{experts} experts are more than the {_MOST_EXPERTS} by which a program of qcore_vulkan multiplies"
+    form = (scheme.weight, scheme.activation, scheme.output, False, False)
+    return eligibility.why_not(
+        LinearRequest(_CPU, args[0].meta["val"].dtype, args[6], args[5], args[0].meta["val"].shape[-1], None, *form)
+    )
+
+
+@rule("qcore_graph.grouped_linear", why_not=_why_not_grouped)
+def _grouped_linear(
+    c: Lowering, node: fx.Node, x: Operand, ends: Operand, weight: Experts, bias: Operand | None, scheme: str, n: int,
+    *_: Any,
+) -> Operand:  # fmt: skip
+    """All rows by each expert's weight; a row takes the result of its own expert, which only the device knows."""
+    of, count = scheme_of(scheme), x.shape[0]
+    whole = None if any(one.order is not None for one in weight.each) else rows_of(c, x)
+    y = c.filled(0.0, torch.float32, (count, n))
+    behind = cumsum(c.b, c.filled(1, torch.int32, (count,)), 0)  # 1 for the first row
+    passed = binary(c.b, "lt", ends.unsqueeze(1), behind.unsqueeze(0))
+    expert = reduce(c.b, "sum", c.cast(passed, torch.int32), (0,))
+    for e, one in enumerate(weight.each):
+        mark = c.b.mark()
+        rows = whole or rows_of(c, _ordered(c, x, one))
+        found = operand_of(steps.linear(c.b, rows, one.weight, None, *_quantization(of)), (count, n))
+        if bias is not None:
+            found = binary(c.b, "add", found, c.cast(bias.select(0, e), torch.float32))
+        where(c.b, binary(c.b, "eq", expert, e).unsqueeze(1), found, y, out=y)
+        c.b.rewind(mark)
+    return y
 
 
 def _decoded(c: Lowering, x: Operand, scheme: Scheme) -> Operand:

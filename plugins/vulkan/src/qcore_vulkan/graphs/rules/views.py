@@ -74,8 +74,12 @@ def _split(c: Lowering, node: fx.Node, x: Operand, sizes: Sequence[int], dim: in
 
 
 def _why_not_strided(node: fx.Node) -> str:
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return "" if x.is_contiguous() and x.storage_offset() == 0 else "as_strided of a view has no kernel in qcore_vulkan"
+    args: Any = node.args
+    x = args[0].meta["val"]
+    offset = args[3] if len(args) > 3 and args[3] is not None else 0
+    last = offset + sum((count - 1) * step for count, step in zip(args[1], args[2], strict=True))
+    within = x.is_contiguous() and x.storage_offset() == 0 and last < x.numel()
+    return "" if within else "as_strided of a view has no kernel in qcore_vulkan"
 
 
 @rule("as_strided", why_not=_why_not_strided)
