@@ -3,9 +3,9 @@
     python benchmarks/loading.py [--device cuda] [--layers 32] [--schemes w4a16-g128,w8a8] [--directory DIR]
 
 A Llama of the 8B shape with random weights. *Write* and *read* are rates of the same bytes by plain files (written with
-fsync, read while the system still holds them, as the checkpoint is), *to device* a copy from ordinary memory: a checkpoint cannot
-be loaded faster than by reading and copying. *First step*: a prompt of 64 tokens right after loading, kernels compiled
-included (set TRITON_CACHE_DIR to an empty directory to see a new user's), and the second one.
+fsync, read while the system still holds them, as the checkpoint is), *to device* a copy from ordinary memory: a
+checkpoint cannot be loaded faster than by reading and copying. *First step*: a prompt of 64 tokens right after loading,
+kernels compiled included (set TRITON_CACHE_DIR to an empty directory to see a new user's), and the second one.
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ def main() -> None:
     config, device = _config(options.layers), options.device
     directory = Path(tempfile.mkdtemp(dir=options.directory))
     ids = torch.ones(1, 64, dtype=torch.int64, device=device)
-    print(
-        "| scheme | GB | save, s | GB/s | write GB/s | load, s | GB/s | read GB/s | to device GB/s | first step, s | second |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    names = ("scheme", "GB", "save, s", "GB/s", "write GB/s", "load, s", "GB/s", "read GB/s", "to device GB/s")
+    for row in ((*names, "first step, s", "second"), ["---"] * (len(names) + 2)):
+        print("|", " | ".join(row), "|")
     try:
         for scheme in options.schemes.split(","):
             model = _random(config, device)
@@ -103,12 +102,11 @@ def main() -> None:
             written, read, copied = _plain_rates(directory, device, size)
             with torch.inference_mode():
                 steps = [_timed(device, lambda model=model: model(ids)) for _ in range(2)]
-            print(
-                f"| {scheme} | {size / 1e9:.2f} | {saving:.2f} | {size / saving / 1e9:.2f} | {written / 1e9:.2f} | "
-                f"{loading:.2f} | {size / loading / 1e9:.2f} | {read / 1e9:.2f} | {copied / 1e9:.2f} | {steps[0]:.2f} | "
-                f"{steps[1]:.3f} |",
-                flush=True,
-            )
+            rates = (size / saving, written, size / loading, read, copied)
+            save_rate, write_rate, load_rate, *others = (rate / 1e9 for rate in rates)
+            cells = (size / 1e9, saving, save_rate, write_rate, loading, load_rate, *others, *steps)
+            numbers = " | ".join(f"{number:.2f}" for number in cells)
+            print(f"| {scheme} | {numbers} |", flush=True)
             del model
     finally:
         shutil.rmtree(directory)

@@ -121,10 +121,7 @@ class Program:
         self.layers = _layers(part, self._platform, cuts, groups)
         self._siblings = {places.index(of.weights[0]): (of, [places.index(one) for one in of.weights]) for of in groups}
         self._state_places = [self.placement.state(tuple(part.inputs[i].example.shape)) for i in self._states]
-        # A mesh, and a compiler without a device, are given plain integers.
-        bytewise = self.placement.whole is None and self._platform in {"cpu", "cuda"}
-        wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
-        self._pairs = wide & {*self._states, *self._fresh} if bytewise else set()
+        self._pairs = self._in_pairs(part)
         self._count = len(roles)
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
@@ -135,6 +132,13 @@ class Program:
         self._inbox = Inbox()
         self._waited = False  # whether the last call has waited for the program
         self._lock = threading.Lock()
+
+    def _in_pairs(self, part: GraphPart) -> set[int]:
+        """The inputs of int64 that are given as pairs of words. A mesh, and a compiler without a device, get none."""
+        if self.placement.whole is not None or self._platform not in {"cpu", "cuda"}:
+            return set()
+        wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
+        return wide & {*self._states, *self._fresh}
 
     def _jitted(self, function: Callable[..., Any]) -> Any:
         options = _ON_GPU if self._platform == "cuda" else None
