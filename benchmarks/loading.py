@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _table import markdown
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,38 +77,38 @@ def _plain_rates(directory: Path, device: str, size: int) -> tuple[float, float,
     return write_rate, read_rate, copy_rate
 
 
+def _row(scheme: str, layers: int, device: str, directory: Path) -> list[str]:
+    config, ids = _config(layers), torch.ones(1, 64, dtype=torch.int64, device=device)
+    model = _random(config, device)
+    qcore.quantize_(model, scheme)
+    saving = _timed(device, lambda: qcore.save(model, directory / "model"))
+    size = sum(file.stat().st_size for file in (directory / "model").iterdir())
+    with torch.device("meta"):
+        loaded = LlamaForCausalLM(config).bfloat16().eval()
+    del model
+    loading = _timed(device, lambda: qcore.load_(loaded, directory / "model", device=device))
+    rates = (size / saving, size / loading, *_plain_rates(directory, device, size))
+    save_rate, load_rate, written, read, copied = (rate / 1e9 for rate in rates)
+    with torch.inference_mode():
+        steps = [_timed(device, lambda: loaded(ids)) for _ in range(2)]
+    cells = (size / 1e9, saving, save_rate, written, loading, load_rate, read, copied, *steps)
+    return [scheme, *(f"{cell:.2f}" for cell in cells)]
+
+
 def main() -> None:
+    """Print a row per scheme."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--schemes", default="w4a16-g128,w8a8")
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
     options = parser.parse_args()
-    config, device = _config(options.layers), options.device
-    directory = Path(tempfile.mkdtemp(dir=options.directory))
-    ids = torch.ones(1, 64, dtype=torch.int64, device=device)
     names = ("scheme", "GB", "save, s", "GB/s", "write GB/s", "load, s", "GB/s", "read GB/s", "to device GB/s")
-    for row in ((*names, "first step, s", "second"), ["---"] * (len(names) + 2)):
-        print("|", " | ".join(row), "|")
+    directory = Path(tempfile.mkdtemp(dir=options.directory))
     try:
-        for scheme in options.schemes.split(","):
-            model = _random(config, device)
-            qcore.quantize_(model, scheme)
-            saving = _timed(device, lambda model=model: qcore.save(model, directory / "model"))
-            size = sum(file.stat().st_size for file in (directory / "model").iterdir())
-            del model
-            with torch.device("meta"):
-                model = LlamaForCausalLM(config).bfloat16().eval()
-            loading = _timed(device, lambda model=model: qcore.load_(model, directory / "model", device=device))
-            written, read, copied = _plain_rates(directory, device, size)
-            with torch.inference_mode():
-                steps = [_timed(device, lambda model=model: model(ids)) for _ in range(2)]
-            rates = (size / saving, written, size / loading, read, copied)
-            save_rate, write_rate, load_rate, *others = (rate / 1e9 for rate in rates)
-            cells = (size / 1e9, saving, save_rate, write_rate, loading, load_rate, *others, *steps)
-            numbers = " | ".join(f"{number:.2f}" for number in cells)
-            print(f"| {scheme} | {numbers} |", flush=True)
-            del model
+        print(markdown((*names, "first step, s", "second"), [
+            _row(scheme, options.layers, options.device, directory) for scheme in options.schemes.split(",")
+        ]))  # fmt: skip
     finally:
         shutil.rmtree(directory)
 
