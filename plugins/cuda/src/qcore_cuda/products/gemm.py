@@ -165,7 +165,8 @@ def multiply(
     x: Tensor, m: int, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
 ) -> Tensor:
     """``x @ W^T + bias``: x is one or more matrices of m rows, whose sum is multiplied, columns as the kernel wants."""
-    (data, scale, zero, *_, factor), n, (bn, bm) = weight, problem.n, config[:2]
+    data, scale, zero, factor = weight.data, weight.scale, weight.zero, weight.factor
+    n, (bn, bm) = problem.n, config[:2]
     steps = steps_of(weight, device, problem, config)
     tiles = -(-n // bn) * -(-m // bm)
     waves, share, programs = spread(tiles, steps.total, config.split, config.even, device.sms)
