@@ -77,15 +77,17 @@ def _plain_rates(directory: Path, device: str, size: int) -> tuple[float, float,
     return write_rate, read_rate, copy_rate
 
 
+def _saved(model: nn.Module, scheme: str, device: str, path: Path) -> float:
+    qcore.quantize_(model, scheme)
+    return _timed(device, lambda: qcore.save(model, path))
+
+
 def _row(scheme: str, layers: int, device: str, directory: Path) -> list[str]:
     config, ids = _config(layers), torch.ones(1, 64, dtype=torch.int64, device=device)
-    model = _random(config, device)
-    qcore.quantize_(model, scheme)
-    saving = _timed(device, lambda: qcore.save(model, directory / "model"))
+    saving = _saved(_random(config, device), scheme, device, directory / "model")
     size = sum(file.stat().st_size for file in (directory / "model").iterdir())
     with torch.device("meta"):
         loaded = LlamaForCausalLM(config).bfloat16().eval()
-    del model
     loading = _timed(device, lambda: qcore.load_(loaded, directory / "model", device=device))
     rates = (size / saving, size / loading, *_plain_rates(directory, device, size))
     save_rate, load_rate, written, read, copied = (rate / 1e9 for rate in rates)

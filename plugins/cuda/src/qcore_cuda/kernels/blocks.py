@@ -43,11 +43,12 @@ def places(w, lane, rows, NP, KB, pitch, BITS: tl.constexpr, P: tl.constexpr, R:
 
 @triton.jit
 def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.constexpr, BYTES: tl.constexpr,
-                 NEXT: tl.constexpr, PAIRS: tl.constexpr):  # fmt: skip
+                 NEXT: tl.constexpr, PAIRS: tl.constexpr, FILL: tl.constexpr = False):  # fmt: skip
     """Begin to copy the weights of blocks ``first`` to ``first + U - 1``.
 
     at: the address of this lane's words in block ``first``; BYTES: of a lane and row in a block; NEXT: bytes from a
-    block to the next.
+    block to the next. Behind the last block memory keeps what it held, which meets zeros of x; FILL: it is filled with
+    zeros instead, as any bytes might stand for NaN.
     """
     size = tl.full(to.shape, BYTES, tl.int32)
     if PAIRS:
@@ -55,6 +56,9 @@ def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.co
         spot = to + (lane // 8) * 128 + ((lane % 8) ^ (lane // 8 % 2 * 4)) * 16
         for p in tl.static_range(U // 2):
             wanted = (first + 2 * p + lane % 8 // 4 < KB).to(tl.int32)
+            if FILL:
+                size = wanted * 16
+                wanted = wanted * 0 + 1
             for i in tl.static_range(R):
                 for q in tl.static_range(4):
                     here = at + (tiles[i] + q * step + p * 2 * NEXT)
@@ -63,6 +67,9 @@ def copy_weights(to, at, lane, first, tiles, step, KB, R: tl.constexpr, U: tl.co
         spot = to + lane * BYTES
         for u in tl.static_range(U):
             wanted = (first + u < KB).to(tl.int32)
+            if FILL:
+                size = wanted * BYTES
+                wanted = wanted * 0 + 1
             for i in tl.static_range(R):
                 here = at + (tiles[i] + u * NEXT)
                 pipeline.copy(spot + (u * R + i) * (64 * BYTES), here, size, wanted, BYTES)
@@ -107,12 +114,12 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
 @triton.jit
 def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
                BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr, RINGED: tl.constexpr,
-               ZERO: tl.constexpr, G: tl.constexpr = 1):  # fmt: skip
+               ZERO: tl.constexpr, G: tl.constexpr = 1, FILL: tl.constexpr = False):  # fmt: skip
     """Begin to copy a stage's weights and, if RINGED, its scales and zero points, AFTER bytes behind them.
 
-    G: groups in a block, if it has several.
+    G: groups in a block, if it has several; FILL: see `copy_weights`.
     """
-    copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS)
+    copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS, FILL)
     if RINGED:
         copy_parameters(to + AFTER, scale, zero, lane, first * G, live, rows, N, KB * G, each, R, U * G, ZERO)
 

@@ -248,6 +248,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
     PAIRS: tl.constexpr = BITS == 8 and P == 64 and U % 2 == 0
     RINGED: tl.constexpr = ALIGNED and not ONE_GROUP
     G: tl.constexpr = 2 if HALVES else 1  # groups, or shares of groups, in a block
+    FILL: tl.constexpr = ELEMENT == "e5m2"  # whose codes may be NaN, unlike those of all others as they are decoded
     FOLDED: tl.constexpr = BITS == 4 and ZERO == 1  # subtracted when nibbles become floats, else from sums
     AFTER: tl.constexpr = 0 if FOLDED else ZERO
     SCALE: tl.constexpr = scale.dtype.element_ty
@@ -285,7 +286,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
         ahead = first + s * (U * NW)
         copy_stage(
             to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -329,7 +330,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
             to, at, lane, ahead, live, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G,
+            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
         _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
         pipeline.commit(thread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,6 +53,20 @@ _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 def device_of(device: torch.device) -> Device:
     """The properties of ``device``."""
     return _device(device.type, device.index or 0)
+
+
+_entered = threading.local()
+
+
+def enter_context() -> None:
+    """Make the GPU's context current in this thread, once: tensor maps can't be encoded without.
+
+    CUDA's runtime does it with a thread's first kernel or copy, which a layer on a tensor of another thread precedes.
+    """
+    if not getattr(_entered, "done", False):
+        if torch.cuda.is_initialized():
+            torch.cuda.mem_get_info()  # any call of the runtime that works while a graph is captured
+        _entered.done = True
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .device import Device
+from .device import Device, enter_context
 from .replay import Launch, TensorMaps, recording
 
 _TESTED = ("3.6.",)
@@ -68,6 +68,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dic
             facts.append(type(arg))
             values.append(arg)
         else:  # a tensor descriptor, whose sizes Triton does not specialize on; in Gluon it has a layout
+            enter_context()
             facts.append((arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
             values.append(arg)
     key = tuple(facts)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .device import enter_context
+
 # ruff: noqa: SLF001 - the current device, the raw stream and the quickest way to allocate have no public names
 
 _address = Tensor.data_ptr
@@ -93,6 +95,7 @@ class TensorMaps(dict[int, Any]):
 
         if len(self) >= _MAPS:
             self.clear()
+        enter_context()
         made, *_ = make_tensordesc_arg(Descriptor(address, *self._fields), self._meta)
         self[address] = made
         return made
