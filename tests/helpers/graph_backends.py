@@ -1,13 +1,14 @@
-"""A graph backend that runs parts in torch, and `part_of`: one op or function as a part, without `torch.compile`."""
+"""A graph backend that runs parts in torch; `part_of`: an op as a part, without `torch.compile`; a check of backends."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import qcore
 from qcore.graphs import GraphBackend, Input, Part, Role, base_name, torch_compile_backend
 from qcore.graphs.ops import decompositions
 
@@ -77,3 +78,18 @@ def part_of_call(function, args, dtype=None):
 
     part = part_of(whole, *tensors)
     return part, tensors, [node for node in part.nodes if node.target is not operator.getitem], whole(*tensors)
+
+
+def check_replaced_memory(backend, dtype):
+    """A compiled model takes tensors whose ``data`` was replaced since its last call."""
+    torch.manual_seed(0)
+    quantized = qcore.nn.QuantizedLinear.from_float(nn.Linear(16, 8), "w8a16")
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), quantized, nn.BatchNorm1d(8)).eval().to(dtype)
+    compiled, x = torch.compile(model, backend=backend), torch.randn(3, 8, dtype=dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+    for at, name in ((0, "weight"), (0, "bias"), (1, "weight"), (2, "bias"), (3, "running_var")):
+        before, tensor = model(x), getattr(model[at], name)
+        tensor.data = torch.randn_like(tensor).abs()
+        torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+        assert not torch.equal(model(x), before)

@@ -2,19 +2,18 @@
 
 import copy
 import gc
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from graph_backends import check_replaced_memory
 from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
 from qcore import graphs
 from qcore_vulkan import builder
-from qcore_vulkan.graphs import states
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
 PYPROJECT = Path(__file__).parents[2] / "plugins/vulkan/pyproject.toml"
@@ -55,33 +54,6 @@ def test_a_decoder_is_one_submission_a_step(device, scheme, bias, dtype):
     before = device.stats().submissions
     assert (decoded(compiled) - wanted).norm() <= tolerance * wanted.norm()
     assert device.stats().submissions == before + 3
-
-
-@torch.no_grad()
-def test_small_states_are_uploaded_together(device, monkeypatch):
-    class Counters(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name in "abc":
-                self.register_buffer(name, torch.zeros(3))
-
-        def forward(self, x):
-            for one in (self.a, self.b, self.c):
-                one.add_(x)
-            return self.a + 2 * self.b + 4 * self.c
-
-    model, x = Counters(), torch.tensor([1.0, 2.0, 3.0])
-    monkeypatch.setattr(device, "description", replace(device.description, local_input=False))
-    compiled = torch.compile(model, backend=qcore_vulkan)
-    assert torch.equal(compiled(x), 7 * x)
-    for changed, submissions in (("", 1), ("b", 1), ("ac", 2), ("abc", 2), ("ac", 2)):
-        for name in changed:
-            getattr(model, name).fill_(ord(name))
-        graphs.synchronize(model)
-        wanted = sum((1 << at) * (getattr(model, name) + x) for at, name in enumerate("abc"))
-        before = device.stats().submissions
-        assert torch.equal(compiled(x), wanted)
-        assert device.stats().submissions == before + submissions
 
 
 @torch.no_grad()
@@ -256,25 +228,10 @@ def test_another_weight_is_taken_at_the_next_call():
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
-def _swapped(module, name):
-    tensor = getattr(module, name)
-    tensor.data = torch.randn_like(tensor).abs()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_that_is_replaced_is_taken_at_the_next_call(dtype):
-    torch.manual_seed(0)
-    quantized = qcore.nn.QuantizedLinear.from_float(nn.Linear(16, 8), "w8a16")
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), quantized, nn.BatchNorm1d(8)).eval().to(dtype)
-    compiled, x = torch.compile(model, backend=qcore_vulkan), torch.randn(3, 8, dtype=dtype)
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
-    for at, name in ((0, "weight"), (0, "bias"), (1, "weight"), (2, "bias"), (3, "running_var")):
-        before = model(x)
-        _swapped(model[at], name)
-        torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
-        assert not torch.equal(model(x), before)
+    check_replaced_memory(qcore_vulkan, dtype)
 
 
 @torch.no_grad()
@@ -284,131 +241,6 @@ def test_parts_between_nodes_of_the_host():
 
     x = torch.randn(3, 4)
     torch.testing.assert_close(torch.compile(model, backend=qcore_vulkan)(x), model(x), rtol=1e-5, atol=1e-5)
-
-
-class Counter(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.register_buffer("count", count)
-
-    def forward(self, x):
-        self.count.add_(x)
-        return self.count * 2
-
-
-SHARED = torch.zeros(8)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("count", "reason"), [
-    (torch.zeros(3), ""), (torch.zeros(3, dtype=torch.int64), ""), (torch.zeros(3, dtype=torch.bfloat16), ""),
-    (SHARED[2:5], "does not own"), (torch.zeros(2, 3).T, "does not own"),
-])  # fmt: skip
-def test_states(count, reason):
-    assert reason in states.why_not(count)
-    assert bool(reason) == bool(states.why_not(count))
-    model, step = Counter(count), torch.ones_like(count)
-    compiled = torch.compile(model, backend=qcore_vulkan)
-    for number in range(1, 4):
-        torch.testing.assert_close(compiled(step), torch.full_like(count, 2 * number))
-    graphs.synchronize(model)
-    torch.testing.assert_close(model.count, torch.full_like(count, 3))
-    model.count.zero_()
-    torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("size", "behind"), [(1, False), (256, False), (257, True)])
-def test_small_states_come_back_with_each_call(size, behind):
-    model = Counter(torch.zeros(size, dtype=torch.int64))
-    compiled = torch.compile(model, backend=qcore_vulkan)
-    for number in range(1, 4):
-        compiled(torch.ones_like(model.count))
-        assert torch.equal(model.count, torch.full_like(model.count, 0 if behind else number))
-    if not behind:  # a write to a part of it loses nothing
-        model.count[0] = 9
-        compiled(torch.ones_like(model.count))
-        assert model.count.tolist() == [10, *[4] * (size - 1)]
-
-
-def test_a_state_of_inference_mode_is_copied():
-    states._warn_of_inference.cache_clear()
-    with torch.inference_mode():
-        model = Counter(torch.zeros(3))
-        compiled = torch.compile(model, backend=qcore_vulkan)
-        with pytest.warns(qcore.QcoreWarning, match="copied to the device and back"):
-            compiled(torch.ones(3))
-        assert torch.equal(model.count, torch.ones(3))
-        model.count.zero_()  # is not counted
-        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
-
-
-@torch.no_grad()
-def test_a_state_that_is_viewed_is_copied():
-    count = torch.zeros(3)
-    view = count[:2]
-    compiled = torch.compile(Counter(count), backend=qcore_vulkan)
-    compiled(torch.ones(3))
-    assert torch.equal(view, torch.ones(2))
-
-
-class Exchange(nn.Module):
-    """Two states that take each other's values, and the old one of the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("a", torch.arange(4.0))
-        self.register_buffer("b", -torch.arange(4.0))
-
-    def forward(self, x):
-        old = self.a + 0
-        a, b = self.a + x, self.b * 1
-        self.a.copy_(b)
-        self.b.copy_(a)
-        return old, self.a[1:] * 1
-
-
-@torch.no_grad()
-def test_states_that_exchange_their_values():
-    model = Exchange()
-    other, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
-    for step in range(3):
-        for y, expected in zip(compiled(torch.tensor(step)), other(torch.tensor(step)), strict=True):
-            torch.testing.assert_close(y, expected)
-    graphs.synchronize(model)
-    torch.testing.assert_close((model.a, model.b), (other.a, other.b))
-
-
-@torch.no_grad()
-def test_old_values_that_are_still_needed_are_kept():
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("cache", torch.zeros(2, 4))
-
-        def forward(self, x, at):
-            before = self.cache[:, 1:3]
-            self.cache.index_copy_(1, at, x)
-            return before * 2 + self.cache[:, :2]
-
-    model = Late()
-    other, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
-    for number in range(4):
-        x, at = torch.full((2, 1), float(number + 1)), torch.tensor([number])
-        torch.testing.assert_close(compiled(x, at), other(x, at))
-
-
-@torch.no_grad()
-def test_memory_is_freed_with_the_model(device):
-    gc.collect()
-    before = device.stats()
-    model = Counter(torch.zeros(3))
-    torch.compile(model, backend=qcore_vulkan)(torch.ones(3))
-    assert device.stats().buffers > before.buffers
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert (device.stats().buffers, device.stats().programs) == (before.buffers, before.programs)
 
 
 @torch.no_grad()
@@ -472,22 +304,6 @@ def test_needs_no_gradients():
     with pytest.warns(qcore.QcoreWarning, match="inference only"):
         torch.compile(layer, backend=qcore_vulkan)(torch.randn(2, 4)).sum().backward()
     assert layer.weight.grad is not None
-
-
-@torch.no_grad()
-def test_other_graphs_see_current_states():
-    class Two(Counter):
-        def look(self):
-            return self.count * 3
-
-    model = Two(torch.zeros(3))
-    count, look = torch.compile(model, backend=qcore_vulkan), torch.compile(model.look, backend=qcore_vulkan)
-    double = torch.compile(lambda x: x * 2, backend=qcore_vulkan)
-    for number in range(1, 4):
-        count(torch.ones(3))
-        torch.testing.assert_close(look(), torch.full((3,), 3.0 * number))
-        count(torch.zeros(3))
-        torch.testing.assert_close(double(model.count), torch.full((3,), 2.0 * number))
 
 
 @torch.no_grad()
