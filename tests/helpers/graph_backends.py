@@ -1,4 +1,4 @@
-"""A graph backend that runs parts in torch; `part_of`: an op as a part, without `torch.compile`; a check of backends."""
+"""A graph backend that runs parts in torch; `part_of`: an op as a part, without `torch.compile`; checks of backends."""
 
 from __future__ import annotations
 
