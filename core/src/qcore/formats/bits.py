@@ -41,9 +41,12 @@ def pack_columns(codes: Tensor) -> Tensor:
     if not _has_words(codes):
         return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
     data = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
-    words = codes.contiguous().view(torch.int16).flatten()
+    flat = codes.flatten()
+    if flat.storage_offset() % 2:  # no word begins there
+        flat = flat.clone()
+    words = flat.view(torch.int16)
     odds, evens = torch.empty(2, min(_CHUNK, len(words)), dtype=torch.int16)
-    for pairs, out in zip(words.split(_CHUNK), data.flatten().split(_CHUNK), strict=True):
+    for pairs, out in zip(torch.split(words, _CHUNK), torch.split(data.flatten(), _CHUNK), strict=True):
         odd, even = odds[: len(pairs)], evens[: len(pairs)]
         torch.bitwise_right_shift(pairs, 4, out=odd).bitwise_and_(0xF0)
         torch.bitwise_and(pairs, 0x0F, out=even)
@@ -58,7 +61,7 @@ def unpack_columns(data: Tensor, *, signed: bool) -> Tensor:
     codes = torch.empty(data.shape[0], data.shape[1] * 2, dtype=torch.int8 if signed else torch.uint8)
     words = codes.view(torch.int16).flatten()
     wide, signs = torch.empty(2, min(_CHUNK, len(words)), dtype=torch.int16)
-    for packed, out in zip(data.flatten().split(_CHUNK), words.split(_CHUNK), strict=True):
+    for packed, out in zip(torch.split(data.flatten(), _CHUNK), torch.split(words, _CHUNK), strict=True):
         pairs = wide[: len(packed)].copy_(packed)
         torch.bitwise_left_shift(pairs, 4, out=out).bitwise_or_(pairs).bitwise_and_(0x0F0F)
         if signed:

@@ -64,7 +64,7 @@ def enter_context() -> None:
     CUDA's runtime does it with a thread's first kernel or copy, which a layer on a tensor of another thread precedes.
     """
     if not getattr(_entered, "done", False):
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.mem_get_info()  # any call of the runtime that works while a graph is captured
         _entered.done = True
 

@@ -149,8 +149,10 @@ def _with_maps(launcher: Any, tensors: tuple[Any, ...]) -> tuple[Any, Mapping[in
     plain = all(meta is not None and not meta["fp4_padded"] for meta in metas)
     if not described or "launcher" not in inner or len(metas) != len(described) or not plain:
         return launcher, {}
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
     made = zip(described, metas, strict=True)
-    return inner["launcher"], {i: TensorMaps(tensors[i], meta) for i, meta in made}
+    return inner["launcher"], {i: TensorMaps(tensors[i], meta, make_tensordesc_arg) for i, meta in made}
 
 
 @lru_cache(maxsize=512)

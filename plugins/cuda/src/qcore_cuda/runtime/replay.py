@@ -81,22 +81,22 @@ class Descriptor(NamedTuple):
 class TensorMaps(dict[int, Any]):
     """The tensor maps (TMA) of one descriptor of a replay, by address: all else that they encode is the same.
 
-    ``sizes``: the numbers that follow a map among the launcher's arguments.
+    ``encode``: makes the arguments for a descriptor and its ``meta``; ``sizes``: the numbers that follow a map
+    among them.
     """
 
-    def __init__(self, descriptor: Any, meta: Any) -> None:
+    def __init__(self, descriptor: Any, meta: Any, encode: Callable[[Any, Any], Sequence[Any]]) -> None:
         super().__init__()
+        self._encode = encode
         self._fields = tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding
         self._meta = meta
         self.sizes = (*descriptor.shape, *descriptor.strides)
 
     def __missing__(self, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
         if len(self) >= _MAPS:
             self.clear()
         enter_context()
-        made, *_ = make_tensordesc_arg(Descriptor(address, *self._fields), self._meta)
+        made, *_ = self._encode(Descriptor(address, *self._fields), self._meta)
         self[address] = made
         return made
 
