@@ -22,6 +22,14 @@ from qcore.formats import (
     layouts,
     register_layout,
 )
+from qcore.formats.bits import (
+    interleave,
+    pack_columns,
+    pack_nibbles,
+    unpack_columns,
+    unpack_nibbles,
+    unpack_unsigned_nibbles,
+)
 
 INT4, INT8 = Format("int4"), Format("int8")
 
@@ -32,6 +40,41 @@ def codes(*rows: list[int]) -> torch.Tensor:
 
 def signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+class TestNibbles:
+    """Codes as 16-bit words: the same bytes as one nibble at a time."""
+
+    @staticmethod
+    def check(codes):
+        data = pack_columns(codes)
+        assert torch.equal(data, pack_nibbles(codes[:, ::2], codes[:, 1::2]))
+        for signed_, unpack in ((True, unpack_nibbles), (False, unpack_unsigned_nibbles)):
+            found = unpack_columns(data, signed=signed_)
+            assert found.dtype == (torch.int8 if signed_ else torch.uint8)
+            assert torch.equal(found, interleave(*unpack(data)))
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+    @pytest.mark.parametrize("shape", [(1, 2), (3, 6), (0, 4), (4, 0), (257, 1022)])
+    def test_of_any_value(self, shape, dtype):
+        self.check(torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype))
+
+    def test_at_an_odd_address(self):
+        memory = torch.randint(-8, 8, (65,), dtype=torch.int8)
+        self.check(memory[1:].view(4, 16))
+        self.check(memory.view(1, 65)[:, 1:])
+        self.check(memory[:63].view(3, 21)[:, 1:])
+
+    def test_under_another_default_device(self):
+        codes = torch.randint(-8, 8, (3, 8), dtype=torch.int8)
+        with torch.device("meta"):
+            data = pack_columns(codes)
+            found = unpack_columns(data, signed=True)
+        assert torch.equal(found, codes)
+
+    def test_of_signed_bytes(self):
+        data = torch.randint(0, 256, (3, 8), dtype=torch.uint8)
+        assert torch.equal(unpack_columns(data.view(torch.int8), signed=True), unpack_columns(data, signed=True))
 
 
 class TestBytes:

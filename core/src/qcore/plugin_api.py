@@ -45,13 +45,13 @@ from .discovery.kernels import (
     Unavailable,
     check_weight,
     define_op,
-    runs_now,
 )
 from .discovery.registry import registry
 from .errors import FormatError, PluginError, first_line
 from .fallback.padding import float_conv2d
 from .formats import PLAIN, PLAIN_INT32, Element, Format, Layout, ScaleType, ZeroPoint
 from .formats.bits import has_values
+from .formats.tracing import runs_now
 from .model.selection import Selection
 from .nn.bound import BoundLayer, binding_of, bound_layer, layer_contract
 from .resolving.decision import Decision, format_table

@@ -385,6 +385,7 @@ class Copying(TorchParts):
 @pytest.mark.parametrize("function", [
     lambda x: x[:, 1:].as_strided((3, 2), (2, 1)), lambda x: x.mT.as_strided((2, 5), (3, 2), 1),
     lambda x: x.view(2, 4, 3)[1].as_strided((4,), (2,)), lambda x: x.split(2, 1)[1].as_strided((2, 2), (1, 3)),
+    lambda x: x.view(torch.int32).as_strided((3,), (2,)) * 2,
     lambda x: x.mT.contiguous().mT[:, 1:].as_strided((3, 3), (3, 2)), lambda x: x[None].as_strided((2, 2), (1, 1), 20),
 ])  # fmt: skip
 @pytest.mark.parametrize("refused", [(), ("as_strided",)])

@@ -68,8 +68,9 @@ def load_(
     in the report. Tied weights are tied again. Returns the report of the model. If it raises `CheckpointError`, the
     model is unchanged: everything is read, validated and packed before the first layer is replaced.
     """
-    # No inference tensors: they could not be trained or saved for backward.
-    with torch.inference_mode(False), torch.no_grad():
+    # No inference tensors: they could not be trained or saved for backward. Files are read on the CPU, whatever device
+    # the caller's torch.device(...) or set_default_device gives to new tensors.
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         with open_checkpoint(Path(path)) as stored:
             archive = fuse_experts(stored, model)
             found = match(model, archive)
@@ -123,7 +124,7 @@ def load_weights(
     ``archive``: with its experts joined for ``model``, see `fuse_experts`; ``device_of``: the device for a layer or
     tensor on meta, by its name; ``make``: returns another layer for a swap and its scheme, or None for the usual one.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         found = match(model, archive)
         found.plain, found.computed = [], {}
         used = {swap.record.name for swap in found.swaps} | {dense.source for dense in found.dense.values()}

@@ -7,6 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
+from .tracing import runs_now
+
 
 def pad_columns(codes: Tensor, multiple: int) -> Tensor:
     """Append columns of codes 0 to ``(N, K)`` until their number is a multiple of ``multiple``."""
@@ -40,12 +42,12 @@ def pack_columns(codes: Tensor) -> Tensor:
     """Pack ``(N, K)`` codes, K even, into uint8 ``(N, K / 2)``: even columns in bits 0-3, odd ones in bits 4-7."""
     if not _has_words(codes):
         return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
-    data = torch.empty(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
+    data = codes.new_empty((codes.shape[0], codes.shape[1] // 2), dtype=torch.uint8)
     flat = codes.flatten()
     if flat.storage_offset() % 2:  # no word begins there
         flat = flat.clone()
     words = flat.view(torch.int16)
-    odds, evens = torch.empty(2, min(_CHUNK, len(words)), dtype=torch.int16)
+    odds, evens = words.new_empty((2, min(_CHUNK, len(words))))
     for pairs, out in zip(torch.split(words, _CHUNK), torch.split(data.flatten(), _CHUNK), strict=True):
         odd, even = odds[: len(pairs)], evens[: len(pairs)]
         torch.bitwise_right_shift(pairs, 4, out=odd).bitwise_and_(0xF0)
@@ -58,10 +60,12 @@ def unpack_columns(data: Tensor, *, signed: bool) -> Tensor:
     """The inverse of `pack_columns`: int8 codes, sign-extended from four bits, if ``signed``, else uint8 0 to 15."""
     if not _has_words(data):
         return interleave(*(unpack_nibbles if signed else unpack_unsigned_nibbles)(data))
-    codes = torch.empty(data.shape[0], data.shape[1] * 2, dtype=torch.int8 if signed else torch.uint8)
+    codes = data.new_empty((data.shape[0], data.shape[1] * 2), dtype=torch.int8 if signed else torch.uint8)
     words = codes.view(torch.int16).flatten()
-    wide, signs = torch.empty(2, min(_CHUNK, len(words)), dtype=torch.int16)
-    for packed, out in zip(torch.split(data.flatten(), _CHUNK), torch.split(words, _CHUNK), strict=True):
+    wide, signs = words.new_empty((2, min(_CHUNK, len(words))))
+    for packed, out in zip(
+        torch.split(data.view(torch.uint8).flatten(), _CHUNK), torch.split(words, _CHUNK), strict=True
+    ):
         pairs = wide[: len(packed)].copy_(packed)
         torch.bitwise_left_shift(pairs, 4, out=out).bitwise_or_(pairs).bitwise_and_(0x0F0F)
         if signed:
@@ -80,7 +84,7 @@ def _has_words(tensor: Tensor) -> bool:
 
     Several times as fast on a CPU. Other devices have the bandwidth, and traced code needs plain operations.
     """
-    plain = tensor.device.type == "cpu" and tensor.element_size() == 1 and tensor.numel() and has_values(tensor)
+    plain = tensor.device.type == "cpu" and tensor.element_size() == 1 and tensor.numel() and runs_now(tensor)
     return bool(plain) and sys.byteorder == "little"
 
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from ..discovery.kernels import is_traced
 from ..errors import FormatError
+from ..formats.tracing import is_traced
 from .checks import FLOAT_DTYPES, check_dense
 
 _library: Any = torch.library.Library("qcore", "DEF")  # type: ignore[no-untyped-call]

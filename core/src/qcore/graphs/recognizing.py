@@ -97,6 +97,8 @@ def _owner(node: fx.Node) -> fx.Node:
         elif base_name(node.target) not in _VIEWS:
             break
         assert isinstance(source, fx.Node)
+        if source.meta["val"].dtype != node.meta["val"].dtype:  # a view of the same bytes as other numbers
+            break
         node = source
     return node
 

@@ -135,7 +135,7 @@ class QuantizedModule(nn.Module):
         """
         self._bind_settings = BindSettings(settings or current())
         # New dictionaries instead of clear(): another thread may be reading the old ones.
-        self._primary = None
+        self._primary = self._node = None
         self._bounds = {}
         # torch raises for autocast queries on devices without autocast (meta, vulkan).
         self._autocasts = torch.amp.is_autocast_available(self._store.device.type)
@@ -143,7 +143,6 @@ class QuantizedModule(nn.Module):
             self._primary = self._bound_for(self._dtype, False)
             # Drop packed weights for dtypes that are no longer used.
             self._store.keep_only({b.packing for user in self._store.users for b in user._bounds.values()})
-        self._node = None if self._primary is None else node_of(self._primary.request, self.scheme)
         self._expose_packed()
 
     def _bind_all(self) -> None:
@@ -162,6 +161,7 @@ class QuantizedModule(nn.Module):
 
     def _keep(self, key: tuple[torch.dtype, bool], bound: Bound) -> None:
         self._bounds = {**self._bounds, key: bound}
+        self._node = node_of(bound.request, self.scheme)
         if key == (self._dtype, False):
             self._primary = bound
         self._expose_packed()

@@ -52,7 +52,7 @@ class DirectLinear:
         if not address or not rows:
             return None
         codes, scale, zero = packed["data"], packed["scale"], packed.get("zero")
-        y = torch.empty((*shape[:-1], self.n), dtype=self.out_dtype)
+        y = x.new_empty((*shape[:-1], self.n), dtype=self.out_dtype)
         failed = self._run(
             self._form, address, rows, codes.data_ptr(), codes.numel(), scale.data_ptr(), ops.SCALE_TYPES[scale.dtype],
             None if zero is None else zero.data_ptr(), bias_at, bias_type, y.data_ptr(),

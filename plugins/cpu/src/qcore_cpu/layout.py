@@ -81,7 +81,7 @@ class WeightLayout:
         at = self.at
         per_group = at.blocks * at.block // at.fold
         wide = pad(codes.to(torch.int32), (0, at.groups * at.group - self.k)).view(self.n, at.groups, at.group)
-        here = torch.ones(1, self.k, dtype=torch.int32)
+        here = wide.new_ones((1, self.k))
         here = pad(here, (0, at.groups * at.group - self.k)).view(1, at.groups, at.group)
         parts = [
             pad(t, (0, per_group * at.fold - at.group)).view(t.shape[0], at.groups, per_group, at.fold).sum(-1)

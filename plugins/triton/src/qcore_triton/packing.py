@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
-from qcore.plugin_api import Packed, check_weight
+from qcore.plugin_api import Packed, check_weight, has_values
 
 from .weights import INTEGER, Weight, units_in
 
@@ -194,7 +194,7 @@ def units_of(scale: Tensor) -> Tensor:
     none = scale.new_empty(0, dtype=torch.float32)
     if scale.dtype != torch.bfloat16:
         return none
-    if scale.is_meta:
+    if not has_values(scale):
         return scale.new_empty(scale.shape[1], dtype=torch.float32)
     wide = scale.float().abs()
     largest = wide.amax(0)

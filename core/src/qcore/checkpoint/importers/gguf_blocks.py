@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...formats import Format
-from ...formats.bits import pack_nibbles
+from ...formats.bits import pack_columns
 from ...weights.qtensor import QTensor
 from .packing import plain_int4
 
@@ -42,7 +42,7 @@ class BlockType:
         codes = codes.reshape(raw.shape[0], -1)
         shape = codes.shape[0], codes.shape[1]
         if not self.format.element.is_integer:
-            data = pack_nibbles(codes[:, ::2], codes[:, 1::2])
+            data = pack_columns(codes)
         else:
             data = plain_int4(codes) if self.format.bits == 4 else codes.view(torch.int8)
         zero = None if zero is None else zero.flatten(1).t().contiguous()

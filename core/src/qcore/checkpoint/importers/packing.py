@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats.bits import pack_nibbles
+from ...formats.bits import pack_columns, pack_nibbles
 
 SIGN_OF_NIBBLES = 0x88
 """Flips the highest bit of both nibbles of a byte: offset-binary codes to two's complement."""
@@ -64,6 +64,6 @@ def plain_int4(codes: Tensor, order: Tensor | None = None) -> Tensor:
         if order is not None:
             order = torch.cat((order, order.new_tensor([codes.shape[1] - 1])))
     if order is None:
-        return pack_nibbles(codes[:, ::2], codes[:, 1::2]) ^ SIGN_OF_NIBBLES
+        return pack_columns(codes) ^ SIGN_OF_NIBBLES
     low, high = (codes.index_select(1, order[first::2]) for first in (0, 1))
     return pack_nibbles(low, high) ^ SIGN_OF_NIBBLES
