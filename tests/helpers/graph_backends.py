@@ -93,3 +93,41 @@ def check_replaced_memory(backend, dtype):
         tensor.data = torch.randn_like(tensor).abs()
         torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
         assert not torch.equal(model(x), before)
+    weight = model[0].weight
+    for _ in range(3):  # the memory that was freed is given out again
+        for _ in range(2):
+            weight.data = weight.data * 2 - 1
+        torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+        weight.data = torch.empty(0, dtype=dtype)
+        weight.data = torch.randn(16, 8, dtype=dtype)
+        torch.testing.assert_close(compiled(x), model(x), rtol=tolerance, atol=tolerance)
+
+
+class Writes(nn.Module):
+    """Calls without a result that is used: they write to a state, alone or before what runs in torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 3))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x, at):
+        self.cache.index_copy_(0, at, x * 2)
+        self.count.add_(1)
+
+
+def check_calls_that_only_write(backend, synchronize):
+    """A compiled call that returns nothing, and one with a break after its writes, leave what torch leaves."""
+    model, x = Writes(), torch.arange(3.0)[None] + 1
+    compiled = torch.compile(model, backend=backend)
+
+    def broken(x, at):
+        model(x, at)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    for number, call in enumerate((compiled, compiled, torch.compile(broken, backend=backend))):
+        call(x, torch.tensor([number]))
+    synchronize(model)
+    assert model.count.item() == 3
+    assert torch.equal(model.cache[:3], (2 * x).expand(3, 3))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graph_backends import check_calls_that_only_write
 from torch import nn
 
 import qcore
@@ -187,3 +188,21 @@ def test_other_graphs_see_current_states():
         torch.testing.assert_close(look(), torch.full((3,), 3.0 * number))
         count(torch.zeros(3))
         torch.testing.assert_close(double(model.count), torch.full((3,), 2.0 * number))
+
+
+@torch.no_grad()
+def test_calls_that_only_write_run():
+    check_calls_that_only_write(qcore_vulkan, graphs.synchronize)
+
+
+@torch.no_grad()
+def test_caches_that_are_replaced_are_freed(device):
+    model = Counter(torch.zeros(1 << 16))
+    compiled, x = torch.compile(model, backend=qcore_vulkan), torch.ones(1 << 16)
+    sizes = []
+    for _ in range(5):
+        model.count = torch.zeros(1 << 16)
+        compiled(x)
+        gc.collect()
+        sizes.append(device.stats().buffers)
+    assert sizes[-1] == sizes[1]

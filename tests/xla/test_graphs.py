@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from graph_backends import check_replaced_memory, part_of
+from graph_backends import check_calls_that_only_write, check_replaced_memory, part_of
 from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
@@ -273,3 +273,8 @@ def test_a_program_that_a_special_rule_keeps_from_compiling(monkeypatch):
     made._plain = lowering.lowered(part, "cpu", {}, special=False)
     torch.testing.assert_close(made([x])[0], x.exp())
     torch.testing.assert_close(made([x * 2])[0], (x * 2).exp())
+
+
+@torch.no_grad()
+def test_calls_that_only_write_run():
+    check_calls_that_only_write(qcore_xla, graphs.synchronize)

@@ -82,15 +82,14 @@ if TYPE_CHECKING:
         Input,
         Resident,
         Role,
+        Stamp,
         base_name,
         bucket,
         is_whole,
         layers_of,
         scheme_of,
-        stamp,
         torch_compile_backend,
         version,
-        versions,
         weight_of,
         why_shared,
     )
@@ -155,6 +154,7 @@ __all__ = [
     "Scheme",
     "Selection",
     "Source",
+    "Stamp",
     "StaticInt8",
     "Unavailable",
     "ZeroPoint",
@@ -192,10 +192,8 @@ __all__ = [
     "registry",
     "runs_now",
     "scheme_of",
-    "stamp",
     "torch_compile_backend",
     "version",
-    "versions",
     "weight_of",
     "why_not_dtypes",
     "why_not_empty",
@@ -214,7 +212,7 @@ _OF_GRAPHS = {
     name: name.removeprefix("Graph") if name == "GraphPart" else name
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
-        "layers_of", "scheme_of", "stamp", "torch_compile_backend", "version", "versions", "weight_of",
+        "Stamp", "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of",
         "why_shared",
     )
 }  # fmt: skip

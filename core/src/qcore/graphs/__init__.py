@@ -34,7 +34,7 @@ from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .lengths import bucket
 from .ops import base_name, is_whole
-from .states import Resident, stamp, synchronize, version, versions, why_shared
+from .states import Resident, Stamp, synchronize, version, why_shared
 
 __all__ = [
     "Compiled",
@@ -47,17 +47,16 @@ __all__ = [
     "Report",
     "Resident",
     "Role",
+    "Stamp",
     "base_name",
     "bucket",
     "explain",
     "is_whole",
     "layers_of",
     "scheme_of",
-    "stamp",
     "synchronize",
     "torch_compile_backend",
     "version",
-    "versions",
     "weight_of",
     "why_shared",
 ]

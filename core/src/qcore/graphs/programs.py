@@ -155,6 +155,7 @@ class _Run(torch.nn.Module):
 
     def __init__(self, part: Part, compiled: Compiled) -> None:
         super().__init__()
+        self._is_impure = True  # for torch.fx: a part that only writes has no results that are used, and must run
         self._compiled, self._count, self._returned = compiled, len(part.outputs), part.returned
 
     def __call__(self, *values: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@
   (``explain`` says so).
 * *Lifetime.* The device's copy is freed with the tensor.
 
-`Resident` keeps device copies of tensors by identity and `stamp`, for weights and states alike.
+`Resident` keeps device copies of tensors by identity and `Stamp`, for weights and states alike.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .backends import GraphBackend
 
@@ -42,24 +43,24 @@ backends: dict[str, GraphBackend] = {}
 
 
 class Resident(Generic[T]):
-    """Device copies of tensors, each kept as long as its tensor lives, and made again once its `stamp` has changed."""
+    """Device copies of tensors, each kept as long as its tensor lives, and made again once its `Stamp` does not fit."""
 
     def __init__(self, make: Callable[[Tensor], T]) -> None:
         """``make``: uploads a tensor."""
         self._make = make
-        self._known: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], T]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], Stamp, T]] = {}
 
     def get(self, tensor: Tensor) -> T:
         """The device copy of a tensor."""
         found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1] == stamp(tensor):
+        if found is not None and found[0]() is tensor and found[1].fits(tensor):
             return found[2]
         return self.put(tensor, self._make(tensor))
 
     def put(self, tensor: Tensor, value: T) -> T:
         """Keep ``value`` as the device copy of a tensor in its present version."""
         key = id(tensor)
-        self._known[key] = (weakref.ref(tensor, partial(self._forget, key)), stamp(tensor), value)
+        self._known[key] = (weakref.ref(tensor, partial(self._forget, key)), Stamp(tensor), value)
         return value
 
     def peek(self, tensor: Tensor) -> T | None:
@@ -81,21 +82,34 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def stamp(tensor: Tensor) -> tuple[int, int]:
-    """`version`, and the address of the tensor's memory: ``parameter.data = ...`` is not counted, but replaces it."""
-    return version(tensor), tensor.data_ptr()
+class Stamp:
+    """What tells whether tensors have changed: how often torch has written to each, and which memory it has.
+
+    ``parameter.data = ...`` counts no write, but gives a tensor other memory. That may be at the old address: the stamp
+    holds the old storages weakly, which frees their memory and keeps their identity.
+    """
+
+    __slots__ = ("_held", "_numbers")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._numbers = _numbers(tensors)
+        self._held = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # type: ignore[no-untyped-call]
+
+    def fits(self, *tensors: Tensor) -> bool:
+        """Whether the same tensors, in the same order, have not changed."""
+        return self._numbers == _numbers(tensors)
 
 
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The numbers of all tensors' stamps, at a third of their cost: what a call looks at for the weights of a model."""
-    addresses = map(_address, tensors)
+def _numbers(tensors: Sequence[Tensor]) -> list[int]:
+    """Versions, then identities of storages: this runs at every call of a model, for all of its weights."""
+    memories = map(_identity, map(Tensor.untyped_storage, tensors))
     try:
-        return [*map(_version, tensors), *addresses]
+        return [*map(_version, tensors), *memories]
     except RuntimeError:  # there are inference tensors
-        return [*map(version, tensors), *addresses]
+        return [*map(version, tensors), *map(_identity, map(Tensor.untyped_storage, tensors))]
 
 
-_version, _address = operator.attrgetter("_version"), Tensor.data_ptr
+_version, _identity = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 
 def why_shared(tensor: Tensor) -> str:

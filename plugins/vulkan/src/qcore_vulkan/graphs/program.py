@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, Role, versions
+from qcore.plugin_api import GraphPart, Role, Stamp
 
 from .. import device as devices
 from ..device import Buffer, Device
@@ -28,7 +28,7 @@ from .numbers import TOO_LARGE, host_dtype, words_of
 from .rules import rule_of
 from .states import State
 
-_Seen = tuple[list[int], list[int]]
+_Seen = tuple[list[int], Stamp]
 """Identities and versions of tensors when they were last seen; their ends are watched."""
 
 
@@ -49,7 +49,7 @@ class Program:
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
         self._refresh = states.Refresher()
-        self._seen: _Seen = [], []
+        self._seen: _Seen = [], Stamp()
         self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._given: list[Given] = [None] * len(roles)
@@ -110,12 +110,13 @@ class Program:
         if known != self._seen[0] or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-        if (known, versions(tensors)) != self._seen or (self._fixed and self._device(self._given).lost):
-            self._seen = [], []
+        same = known == self._seen[0] and self._seen[1].fits(*tensors)
+        if not same or (self._fixed and self._device(self._given).lost):
+            self._seen = [], Stamp()
             self._given = self._place(tensors, len(values))
             for tensor in tensors:
                 self._watch(tensor)
-            self._seen = known, versions(tensors)
+            self._seen = known, Stamp(*tensors)
         return [*self._given]
 
     def _watch(self, tensor: Tensor) -> None:
@@ -140,6 +141,7 @@ class Program:
         return own.half(tensor) if self._part.inputs[i].name in self._halves else own.static(tensor)
 
     def _state(self, device: Device, i: int, tensor: Tensor, stale: list[states.Stale]) -> State:
+        self._watch(tensor)
         found = states.get(device, tensor, stale)
         if found is not None:
             self._copied.pop(i, None)
@@ -187,7 +189,7 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
     found = program()
     if found is not None:
         found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
-        found._seen = [], []  # noqa: SLF001
+        found._seen = [], Stamp()  # noqa: SLF001
         found._last = None  # noqa: SLF001
         found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import stamp, why_shared
+from qcore.plugin_api import Stamp, why_shared
 
 from ..builder import Builder, Place, Program, Ref
 from ..device import Buffer, Device
@@ -32,26 +32,26 @@ class State:
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
-        self.stamp, self.ahead = stamp(tensor), False
+        self.stamp, self.ahead = Stamp(tensor), False
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether torch has written to the tensor."""
-        return self.stamp != stamp(tensor)
+        return not self.stamp.fits(tensor)
 
     def refreshed(self, tensor: Tensor) -> None:
         """Note that the device has the tensor's values."""
-        self.stamp, self.ahead = stamp(tensor), False
+        self.stamp, self.ahead = Stamp(tensor), False
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date."""
-        if self.ahead and self.stamp == stamp(tensor):
+        if self.ahead and self.stamp.fits(tensor):
             self.take(tensor, words_in(self.buffer, tensor))
 
     def take(self, tensor: Tensor, words: Tensor) -> None:
         """Bring the tensor up to date with ``words``, those of `buffer`."""
         with torch.no_grad():
             tensor.copy_(words)
-        self.stamp, self.ahead = stamp(tensor), False
+        self.stamp, self.ahead = Stamp(tensor), False
 
 
 def words_in(buffer: Buffer, like: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _leave(state: State, tensor: Tensor) -> None:
     _known.pop(id(tensor), None)
     if not state.device.lost:
         state.write_back(tensor)
-    elif state.ahead and state.stamp == stamp(tensor):
+    elif state.ahead and state.stamp.fits(tensor):
         raise PluginError(
             f"the Vulkan device {state.device.description.name!r} was lost, and with it the values of a state "
             f"{tuple(tensor.shape)}, such as a KV cache.\nIt has its values of the last qcore.graphs.synchronize "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, base_name, is_whole, stamp
+from qcore.plugin_api import GraphPart, Stamp, base_name, is_whole
 
 from . import quantized
 from .meshes import MeshCut
@@ -97,18 +97,18 @@ class Together:
 
     def __init__(self, make: Callable[[Sequence[Tensor], Siblings], Made]) -> None:
         self._make = make
-        self._known: dict[Any, tuple[list[tuple[weakref.ref[Tensor], tuple[int, int]]], Made]] = {}
+        self._known: dict[Any, tuple[list[tuple[weakref.ref[Tensor], Stamp]], Made]] = {}
 
     def get(self, tensors: Sequence[Tensor], of: Siblings) -> Made:
         """The value for tensors."""
         key = (*map(id, tensors), of.layers)
         known = self._known.get(key)
         if known is not None and all(
-            ref() is t and n == stamp(t) for t, (ref, n) in zip(tensors, known[0], strict=True)
+            ref() is t and stamp.fits(t) for t, (ref, stamp) in zip(tensors, known[0], strict=True)
         ):
             return known[1]
         made = self._make(tensors, of)
-        refs = [(weakref.ref(t, lambda ref: self._forget(key, ref)), stamp(t)) for t in tensors]
+        refs = [(weakref.ref(t, lambda ref: self._forget(key, ref)), Stamp(t)) for t in tensors]
         self._known[key] = refs, made
         return made
 

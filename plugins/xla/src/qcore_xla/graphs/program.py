@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from qcore import PluginError
-from qcore.plugin_api import GraphPart, Resident, Role, versions, weight_of
+from qcore.plugin_api import GraphPart, Resident, Role, Stamp, weight_of
 
 from .. import environment
 from ..engines.jax import alone_on, device_of, writable
@@ -238,11 +238,11 @@ class Program:
         """Arrays of weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors = [values[i] for i in self._fixed]
         known = self._known
-        if known is not None and known.ids == list(map(id, tensors)) and known.versions == versions(tensors):
+        if known is not None and known.ids == list(map(id, tensors)) and known.stamp.fits(*tensors):
             return known.arrays
         arrays = [self._fixed_array(i, values) for i in self._fixed]
         refs = [weakref.ref(tensor, self._forget) for tensor in tensors]
-        self._known = _Known(list(map(id, tensors)), versions(tensors), arrays, refs)
+        self._known = _Known(list(map(id, tensors)), Stamp(*tensors), arrays, refs)
         return arrays
 
     def _forget(self, _ref: Any) -> None:
@@ -301,7 +301,7 @@ class _Known(NamedTuple):
     """The arrays of the last call's weights, parameters and buffers, and what tells that the tensors are the same."""
 
     ids: list[int]
-    versions: list[int]
+    stamp: Stamp
     arrays: list[Any]
     refs: list[Any]
 
