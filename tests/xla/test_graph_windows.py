@@ -1,15 +1,18 @@
 """Rules over windows, of running products, of sorted tables and of special functions, against torch."""
 
 import operator
+from functools import partial
 
 import pytest
 import torch
 from graph_backends import part_of, part_of_call
 from graph_cases import IMAGE, I, X
 from graph_window_cases import CASES
+from torch import nn
 from torch.nn import functional as F
 
 from qcore_xla.graphs import lowering
+from qcore_xla.graphs.backend import qcore_xla
 from qcore_xla.graphs.program import Program
 
 
@@ -47,3 +50,34 @@ def test_a_part_without_tensors_from_outside():
     torch._dynamo.reset()
     x = torch.ones(5)
     torch.testing.assert_close(torch.compile(nearest, backend="qcore_xla")(x), nearest(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "add"])
+def test_many_16_bit_numbers_are_scattered_to_one(reduce, dtype):
+    index, x, ones = torch.zeros(3000, dtype=torch.int64), torch.zeros(1, dtype=dtype), torch.ones(3000, dtype=dtype)
+
+    def scattered(x, source):
+        if reduce == "add":
+            return x.scatter_add(0, index, source)
+        return x.scatter_reduce(0, index, source, reduce, include_self=False)
+
+    wanted = 1.0 if reduce == "mean" else 3000.0
+    torch.testing.assert_close(torch.compile(scattered, backend=qcore_xla)(x, ones).item(), wanted, rtol=4e-3, atol=0)
+
+
+@torch.no_grad()
+def test_infinity_stays_in_its_window():
+    x = torch.randn(1, 2, 4, 5)
+    x[0, 0, 0, 0], x[0, 1, 3, 4] = torch.inf, torch.nan
+    pool = nn.AdaptiveAvgPool2d((2, 3))
+    torch.testing.assert_close(torch.compile(pool, backend=qcore_xla)(x), pool(x), equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("right", [False, True])
+def test_nan_is_behind_all_of_a_table(right):
+    table, x = torch.tensor([[0.0, 1, 3], [1, 2, torch.nan]]), torch.tensor([[torch.nan, 1.0], [torch.nan, 2]])
+    compiled = torch.compile(partial(torch.searchsorted, right=right), backend=qcore_xla)
+    assert torch.equal(compiled(table, x), torch.searchsorted(table, x, right=right))

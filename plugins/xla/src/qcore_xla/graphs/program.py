@@ -7,6 +7,7 @@ over, on CPUs without copies.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +21,8 @@ from jax import Array
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from qcore import PluginError
-from qcore.plugin_api import GraphPart, Resident, Role, Stamp, weight_of
+from qcore import PluginError, QcoreWarning
+from qcore.plugin_api import GraphPart, Resident, Role, Stamp, first_line, weight_of
 
 from .. import environment
 from ..engines.jax import alone_on, device_of, writable
@@ -217,6 +218,11 @@ class Program:
                     raise
                 # A version of cuDNN may have no kernel for a shape after all, one of XLA no such options, one of JAX's
                 # Pallas or of Triton no lowering of a kernel.
+                warnings.warn(
+                    f"qcore_xla: this program runs without kernels for GPUs, which is slower: {first_line(error)}",
+                    QcoreWarning,
+                    stacklevel=2,
+                )
                 self._run = self._plain
                 # JAX would find the trace of an equal function.
                 self.jitted = jax.jit(partial(self._whole), donate_argnums=0)

@@ -38,15 +38,19 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _wide(x: Any) -> Any:
+def widened(x: Any) -> Any:
     """16-bit floats in float32, in which torch computes functions of them as well."""
     half = isinstance(x, jax.Array) and x.dtype in (jnp.bfloat16, jnp.float16)
     return x.astype(jnp.float32) if half else x
 
 
 def _floating(x: Any) -> Any:
-    x = _wide(x)
+    x = widened(x)
     return x if jnp.issubdtype(jnp.result_type(x), jnp.floating) else jnp.asarray(x, jnp.float32)
+
+
+def _digamma(x: Any) -> Any:
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x))
 
 
 def _unary(name: str, function: Rule) -> None:
@@ -62,7 +66,7 @@ for _name, _function in {
     "rsqrt": lax.rsqrt, "erf": lax.erf, "sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu, "reciprocal": lambda x: 1 / x,
     "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)), "hardsigmoid": lambda x: jnp.clip(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * jnp.clip(x + 3, 0, 6) / 6, "atan": jnp.arctan, "asin": jnp.arcsin, "acos": jnp.arccos,
-    "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": lax.digamma,
+    "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": _digamma,
 }.items():  # fmt: skip
     _unary(_name, _function)
 for _name, _function in {
@@ -108,8 +112,8 @@ def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 def _pow(a: Any, b: Any) -> Any:
     whole = isinstance(b, int) or (isinstance(b, float) and b.is_integer())
     if whole and 0 < b < 8 and isinstance(a, jax.Array):
-        return lax.integer_pow(_wide(a), int(b))
-    return jnp.power(_wide(a), _wide(b))
+        return lax.integer_pow(widened(a), int(b))
+    return jnp.power(widened(a), widened(b))
 
 
 @rule("round")
@@ -119,7 +123,7 @@ def _round(x: Any, *, decimals: int = 0) -> Any:
 
 @rule("gelu")
 def _gelu(x: Any, *, approximate: str = "none") -> Any:
-    return jax.nn.gelu(_wide(x), approximate=approximate == "tanh")
+    return jax.nn.gelu(widened(x), approximate=approximate == "tanh")
 
 
 @rule("leaky_relu")
@@ -129,13 +133,13 @@ def _leaky_relu(x: Any, slope: float = 0.01) -> Any:
 
 @rule("elu")
 def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    wide = _wide(x)
+    wide = widened(x)
     return scale * jnp.where(wide > 0, wide, alpha * jnp.expm1(wide * input_scale))
 
 
 @rule("softplus")
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    wide = _wide(x) * beta
+    wide = widened(x) * beta
     return jnp.where(wide > threshold, wide, jax.nn.softplus(wide)) / beta
 
 
@@ -312,6 +316,7 @@ def _scatter(x: Any, dim: int, index: Any, source: Any, **_: Any) -> Any:
 def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
     places = list(jnp.meshgrid(*(jnp.arange(size) for size in index.shape), indexing="ij"))
     places[dim % x.ndim] = index
+    x = widened(x)
     return x.at[tuple(places)].add(source[tuple(slice(0, size) for size in index.shape)].astype(x.dtype))
 
 
@@ -346,7 +351,7 @@ def _axes(dim: Any, ndim: int) -> tuple[int, ...] | None:
 def _reduction(function: Callable[..., Any], integers: bool = False) -> Rule:
     def reduce(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
         wide = x.astype(jax_dtype(dtype)) if dtype is not None else x
-        wide = wide.astype(jnp.int32) if integers and wide.dtype == jnp.bool_ else _wide(wide)
+        wide = wide.astype(jnp.int32) if integers and wide.dtype == jnp.bool_ else widened(wide)
         return function(wide, axis=_axes(dim, x.ndim), keepdims=keepdim)
 
     return reduce
@@ -361,7 +366,7 @@ for _name, _reduce in _REDUCTIONS.items():
 
 @rule("prod")
 def _prod(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    return jnp.prod(_wide(x), axis=_axes(dim, x.ndim), keepdims=keepdim)
+    return jnp.prod(widened(x), axis=_axes(dim, x.ndim), keepdims=keepdim)
 
 
 def _extreme(reduce: Callable[..., Any], arg: Callable[..., Any]) -> Rule:
@@ -391,12 +396,12 @@ RULES["argmax"], RULES["argmin"] = _arg(jnp.argmax), _arg(jnp.argmin)
 
 @rule("var")
 def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    return jnp.var(_wide(x), axis=_axes(dim, x.ndim), ddof=1 if correction is None else correction, keepdims=keepdim)
+    return jnp.var(widened(x), axis=_axes(dim, x.ndim), ddof=1 if correction is None else correction, keepdims=keepdim)
 
 
 @rule("linalg_vector_norm")
 def _vector_norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    axes, wide = _axes(dim, x.ndim), jnp.abs(_wide(x))
+    axes, wide = _axes(dim, x.ndim), jnp.abs(widened(x))
     if order == 2:
         return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
     if order == math.inf:
@@ -406,7 +411,7 @@ def _vector_norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False,
 
 @rule("cumsum")
 def _cumsum(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else _wide(x)
+    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else widened(x)
     return jnp.cumsum(wide if dtype is None else wide.astype(jax_dtype(dtype)), axis=dim) if x.ndim else wide
 
 
@@ -429,19 +434,19 @@ def _sort(x: Any, *given: Any, dim: int = -1, descending: bool = False, **_: Any
 @rule("_softmax")
 def _softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
     del half_to_float
-    return jax.nn.softmax(_wide(x), axis=dim)
+    return jax.nn.softmax(widened(x), axis=dim)
 
 
 @rule("_log_softmax")
 def _log_softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
     del half_to_float
-    return jax.nn.log_softmax(_wide(x), axis=dim)
+    return jax.nn.log_softmax(widened(x), axis=dim)
 
 
 @rule("native_layer_norm")
 def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
-    wide = _wide(x)
+    wide = widened(x)
     mean = jnp.mean(wide, axes, keepdims=True)
     scale = lax.rsqrt(jnp.var(wide, axes, keepdims=True) + eps)
     y = (wide - mean) * scale
@@ -459,7 +464,7 @@ def _eval_batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, traini
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
     del momentum
     shape = (1, -1) + (1,) * (x.ndim - 2)
-    y = (_wide(x) - mean.reshape(shape)) * lax.rsqrt(_wide(var).reshape(shape) + eps)
+    y = (widened(x) - mean.reshape(shape)) * lax.rsqrt(widened(var).reshape(shape) + eps)
     y = y if weight is None else y * weight.reshape(shape)
     empty: Array = jnp.zeros((0,), jnp.float32)
     return (y if bias is None else y + bias.reshape(shape)), empty, empty
@@ -467,7 +472,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: f
 
 @rule("native_group_norm")
 def _group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, groups: int, eps: float) -> Any:
-    wide = _wide(x).reshape(n, groups, -1)
+    wide = widened(x).reshape(n, groups, -1)
     mean, var = jnp.mean(wide, -1, keepdims=True), jnp.var(wide, -1, keepdims=True)
     scale = lax.rsqrt(var + eps)
     shape = (1, c) + (1,) * (x.ndim - 2)

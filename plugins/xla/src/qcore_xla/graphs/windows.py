@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .rules import RULES, rule
+from .rules import RULES, rule, widened
 
 
 def _each(values: Any, dims: int) -> list[int]:
@@ -77,20 +77,16 @@ for _dims in (2, 3):
     RULES[f"avg_pool{_dims}d"] = partial(_avg_pool, dims=_dims)
 
 
-def _means(size: int, count: int) -> Any:
-    """``(count, size)``: rows that take the means of the windows of adaptive pooling."""
-    rows = np.zeros((count, size), np.float32)
-    for i in range(count):
-        first, last = i * size // count, -(-(i + 1) * size // count)
-        rows[i, first:last] = 1 / (last - first)
-    return jnp.asarray(rows)
+def _means(x: Any, count: int, axis: int) -> Any:
+    """Means of ``count`` windows of adaptive pooling; one at a time, as a product would spread NaN over all of them."""
+    size = x.shape[axis]
+    ends = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+    return jnp.stack([lax.slice_in_dim(x, *end, axis=axis).mean(axis) for end in ends], axis)
 
 
 @rule("_adaptive_avg_pool2d")
 def _adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Any:
-    rows, columns = _means(x.shape[-2], size[0]), _means(x.shape[-1], size[1])
-    wide = x.astype(jnp.float32)
-    return jnp.einsum("...hw,ih,jw->...ij", wide, rows, columns, precision=lax.Precision.HIGHEST)
+    return _means(_means(x.astype(jnp.float32), size[0], x.ndim - 2), size[1], x.ndim - 1)
 
 
 @rule("adaptive_max_pool2d")
@@ -154,8 +150,9 @@ def _var_mean(x: Any, dim: Any = None, *, keepdim: bool = False, **kwargs: Any) 
 def _found(table: Any, x: Any, right: bool) -> Any:
     if table.ndim == 1:
         return jnp.searchsorted(table, x, side="right" if right else "left")
-    before = table[..., None, :] <= x[..., None] if right else table[..., None, :] < x[..., None]
-    return jnp.sum(before, axis=-1, dtype=jnp.int32)
+    # Not the opposite comparison: NaN comes last.
+    behind = table[..., None, :] > x[..., None] if right else table[..., None, :] >= x[..., None]
+    return jnp.sum(~behind, axis=-1, dtype=jnp.int32)
 
 
 @rule("searchsorted")
@@ -181,6 +178,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, i
     places: list[Any] = list(jnp.meshgrid(*(jnp.arange(size) for size in index.shape), indexing="ij"))
     places[dim % x.ndim] = index
     at = tuple(places)
+    x = widened(x)
     source = source[tuple(slice(0, size) for size in index.shape)].astype(x.dtype)
     start = x if include_self else x.at[at].set(_STARTS[reduce])
     y = _SCATTERS[reduce](start.at[at])(source)

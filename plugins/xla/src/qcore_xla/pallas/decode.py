@@ -158,7 +158,9 @@ def _part(
     score = jnp.sum(_wide(q[0]) * _wide(k[0])[None, :] + _wide(q[1]) * _wide(k[1])[None, :], axis=1) * scale
     score = jnp.where(split == 0, score + bias[now], -jnp.inf)
     weight = jnp.exp(score - _finite(score))
-    start = weight[:, None] * _wide(v[0])[None, :], weight[:, None] * _wide(v[1])[None, :], score, weight
+    # Not a product alone: its value may be infinite.
+    left, right = (jnp.where(weight[:, None] == 0, 0.0, weight[:, None] * _wide(one)[None, :]) for one in v)
+    start = left, right, score, weight
     count = jnp.clip(places // cut.block - split * cut.each, 0, cut.each)
     left, right, top[group, split, row], total[group, split, row] = lax.fori_loop(0, count, step, start)
     mixed[group, split, row[:, None], lanes[None, :]] = left
