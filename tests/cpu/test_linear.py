@@ -176,3 +176,13 @@ def test_number_of_threads_may_change_between_calls():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], y) for y in results)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8"])
+def test_a_default_device_changes_nothing(scheme):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.randn(3, 64)
+    qcore.quantize_(model, scheme)
+    wanted = [model(x) for _ in range(2)][-1]
+    with torch.device("meta"):  # where tensors are made that name no device
+        assert torch.equal(model(x), wanted)
+        assert model[0].weight.codes().device.type == "cpu"
