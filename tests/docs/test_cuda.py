@@ -102,7 +102,7 @@ class TestPage(PluginPage):
     def test_the_commands_have_the_options_that_are_shown(self):
         blocks = [block.body for block in pages.blocks(self.page) if block.kind == "sh"]
         shown = re.findall(r"^python (\S+\.py) ([^#\n]*)", "".join(blocks), re.MULTILINE)
-        assert len(shown) == 6
+        assert len(shown) == 7
         for script, options in shown:
             source = (pages.ROOT / script).read_text("utf-8")
             assert not [option for option in re.findall(r"--[a-z-]+", options) if f'"{option}"' not in source], script

@@ -38,8 +38,8 @@ class Residents:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._statics: Resident[Buffer] = Resident(self._uploaded)
-        self._halves: Resident[Buffer] = Resident(partial(static, device, words=halves_of))
+        self._statics: Resident[Buffer] = Resident(lambda tensor: self._uploaded(self._statics, tensor, words_of))
+        self._halves: Resident[Buffer] = Resident(lambda tensor: self._uploaded(self._halves, tensor, halves_of))
         self._weights: Resident[Weight] = Resident(partial(_weight, device))
 
     def static(self, tensor: Tensor) -> Buffer:
@@ -50,13 +50,13 @@ class Residents:
         """A parameter of 16-bit floats as it is. Raises `OutOfMemory`."""
         return self._halves.get(tensor)
 
-    def _uploaded(self, tensor: Tensor) -> Buffer:
+    def _uploaded(self, own: Resident[Buffer], tensor: Tensor, words: Callable[[Tensor], Tensor]) -> Buffer:
         """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
-        known = self._statics.peek(tensor)
-        if known is None or known.nbytes != 4 * tensor.numel():
-            return static(self._device, tensor)
-        known.write(words_of(tensor))
-        return known
+        known = own.peek(tensor)
+        if known is not None and known.nbytes == (made := words(tensor)).nbytes:
+            known.write(made)
+            return known
+        return static(self._device, tensor, words)
 
     def weight(self, marker: Tensor) -> Weight:
         """The weight that ``marker`` stands for. Raises `OutOfMemory`."""

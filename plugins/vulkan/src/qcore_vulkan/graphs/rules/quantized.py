@@ -143,7 +143,7 @@ def _grouped_linear(
     expert = reduce(c.b, "sum", c.cast(passed, torch.int32), (0,))
     for e, one in enumerate(weight.each):
         mark = c.b.mark()
-        rows = whole or rows_of(c, _ordered(c, x, one))
+        rows = replace(whole or rows_of(c, _ordered(c, x, one)), coarse=_value(node).dtype in HALVES)
         found = operand_of(steps.linear(c.b, rows, one.weight, None, *_quantization(of)), (count, n))
         if bias is not None:
             found = binary(c.b, "add", found, c.cast(bias.select(0, e), torch.float32))
