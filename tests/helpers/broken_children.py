@@ -83,6 +83,7 @@ def _as_new() -> None:
 def _child(mode: str, stage: str, result: Path, errors: Path) -> None:
     os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
     warnings.simplefilter("always")
     warnings.showwarning = lambda message, *_, **__: os.write(2, f"{_WARNED}{message}\n".encode())
     try:
