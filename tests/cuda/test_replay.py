@@ -6,11 +6,10 @@ import gc
 import sys
 import threading
 import weakref
-from dataclasses import dataclass
 
 import pytest
 import torch
-from fake_triton import SIZE, Kernel, add
+from fake_triton import SIZE, Kernel, TensorDescriptor, add
 
 import qcore
 from qcore.contracts import CONTRACTS
@@ -99,14 +98,6 @@ def test_tensor_descriptors_are_made_of_addresses(kernel):
     def through(x, y, m, *_):
         described.append((tuple(x.shape), tuple(x.strides), x.padding))
         add(x.base.data_ptr(), y, m)
-
-    @dataclass
-    class TensorDescriptor:
-        base: torch.Tensor
-        shape: list[int]
-        strides: list[int]
-        block_shape: list[int]
-        padding: str = "zero"
 
     kernel.compute, block = through, [2, 2]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from fake_triton import SIZE, add
+from fake_triton import SIZE, TensorDescriptor, add
 
 from qcore_cuda.runtime import replay
 from qcore_cuda.runtime.launch import launch
@@ -15,15 +13,6 @@ from qcore_cuda.runtime.replay import empty, replays
 triton_driver = pytest.importorskip("triton.backends.nvidia.driver")
 SIGNATURE = {"x": "tensordesc<fp32[2,2]>", "y": "*fp32", "m": "i32", "WIDE": "constexpr"}
 META = {"swizzle": 0, "elem_size": 4, "elem_type": 7, "block_size": [2, 2], "fp4_padded": False}
-
-
-@dataclass
-class TensorDescriptor:
-    base: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    padding: str = "zero"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,17 @@ SIZE = 8
 def at(address):
     """The float32 tensor at an address."""
     return torch.frombuffer((ctypes.c_char * (4 * SIZE)).from_address(address), dtype=torch.float32)
+
+
+@dataclass
+class TensorDescriptor:
+    """What Triton's class of that name holds."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str = "zero"
 
 
 class Run:

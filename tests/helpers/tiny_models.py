@@ -1,4 +1,4 @@
-"""Tiny transformers for tests of whole models: a decoder with a static KV cache and an encoder."""
+"""Tiny models for tests of whole models: a decoder with a static KV cache, an encoder, and a counter."""
 
 from __future__ import annotations
 
@@ -158,3 +158,15 @@ def decoded(model, lengths=(5, 1, 1), batch=1):
         results.append(model(ids, torch.arange(start, start + length)))
         start += length
     return torch.cat(results, 1)
+
+
+class Counter(nn.Module):
+    """Adds x to a buffer."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        self.count.add_(x)
+        return self.count * 2

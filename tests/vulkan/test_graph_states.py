@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graph_backends import check_calls_that_only_write
+from tiny_models import Counter
 from torch import nn
 
 import qcore
@@ -20,16 +21,6 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Counter(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.register_buffer("count", count)
-
-    def forward(self, x):
-        self.count.add_(x)
-        return self.count * 2
 
 
 SHARED = torch.zeros(8)

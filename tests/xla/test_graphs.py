@@ -11,7 +11,7 @@ import jax
 import pytest
 import torch
 from graph_backends import check_calls_that_only_write, check_replaced_memory, part_of
-from tiny_models import Decoder, Encoder, decoded
+from tiny_models import Counter, Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
@@ -162,16 +162,6 @@ def test_another_weight_is_taken_at_the_next_call():
     layer.weight = qcore.quantize(torch.randn(16, 32), "int8")
     layer.bias.add_(1)
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
-
-
-class Counter(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.register_buffer("count", count)
-
-    def forward(self, x):
-        self.count.add_(x)
-        return self.count * 2
 
 
 SHARED = torch.zeros(8)

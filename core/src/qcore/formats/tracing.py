@@ -1,4 +1,4 @@
-"""Whether what is called runs now, or is traced, transformed, or caught by a mode."""
+"""The state of torch's dispatcher: eager, traced, under a transform, or under a dispatch mode."""
 
 from __future__ import annotations
 

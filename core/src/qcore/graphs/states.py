@@ -83,7 +83,7 @@ def version(tensor: Tensor) -> int:
 
 
 class Stamp:
-    """What tells whether tensors have changed: how often torch has written to each, and which memory it has.
+    """The versions and storages of tensors at one time, to detect changes.
 
     ``parameter.data = ...`` counts no write, but gives a tensor other memory. That may be at the old address: the stamp
     holds the old storages weakly, which frees their memory and keeps their identity.

@@ -58,7 +58,7 @@ captures_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 Node = tuple[Any, ...]
-"""What a layer's node says besides its tensors: contract, scheme, and the sizes that its op takes."""
+"""The arguments of a layer's node that are no tensors: contract, scheme, and the sizes of its op."""
 
 
 def node_of(request: Any, scheme: Scheme) -> Node:
