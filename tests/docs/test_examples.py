@@ -91,6 +91,7 @@ def test_examples_run(page, elsewhere, with_plugin):
         pytest.importorskip(module)
     if page.stem != "cuda":  # whose examples show what is printed without a GPU
         with_plugin(page.stem)
+    torch._dynamo.reset()  # a reader's process has compiled nothing before
     check_page(page)
 
 
