@@ -65,6 +65,14 @@ class TestNibbles:
         self.check(memory.view(1, 65)[:, 1:])
         self.check(memory[:63].view(3, 21)[:, 1:])
 
+    def test_of_any_strides(self):
+        wide = torch.randint(-8, 8, (6, 64), dtype=torch.int8)
+        for codes in (wide[:, ::8], wide.t(), wide[::2], wide[:1].expand(3, 64), wide[:, :1].expand(6, 4), wide[:, :2]):
+            self.check(codes)
+        deep = torch.randint(-8, 8, (4, 6, 32), dtype=torch.int8)
+        self.check(deep[:, :, 0])  # flattens to a view of stride 32
+        self.check(deep[:, 0, :1].expand(4, 2))
+
     def test_under_another_default_device(self):
         codes = torch.randint(-8, 8, (3, 8), dtype=torch.int8)
         with torch.device("meta"):

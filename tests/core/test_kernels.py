@@ -7,7 +7,6 @@ import inspect
 import pluggy
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qcore import hookspecs
 from qcore.discovery.kernels import (
@@ -24,7 +23,6 @@ from qcore.discovery.kernels import (
     Unavailable,
     check_weight,
     define_op,
-    runs_now,
 )
 from qcore.errors import FormatError
 from qcore.formats import PLAIN_INT32, Format
@@ -77,20 +75,6 @@ class TestKernel:
             assert repr(nameless()) == "<Nameless ?>"
         finally:
             Dense.name = "test.dense"
-
-
-class TestRunsNow:
-    def test_a_plain_call(self):
-        assert runs_now(torch.zeros(1))
-
-    def test_whoever_wants_the_op_gets_it(self):
-        x, seen = torch.zeros(1), []
-        assert not runs_now(torch.nn.Parameter(x))
-        with TorchDispatchMode():
-            assert not runs_now(x)
-        torch.vmap(lambda row: (seen.append(runs_now(x)), row)[1])(torch.zeros(2))
-        assert seen == [False]
-        assert torch.compile(lambda x: x + runs_now(x), fullgraph=True, backend="eager")(x) == 0
 
 
 class TestDefineOp:
@@ -248,9 +232,3 @@ class TestHookSpecifications:
 
     def test_the_group_is_the_version(self):
         assert (hookspecs.PROJECT, hookspecs.ENTRY_POINT_GROUP) == ("qcore", "qcore.plugins.v1")
-
-
-def test_a_negative_bit_goes_by_the_op():
-    c = torch.randn(2, 3, dtype=torch.complex64)
-    assert runs_now(c.imag)
-    assert not runs_now(c.conj().imag)  # what a kernel would read at its address is the opposite

@@ -43,7 +43,7 @@ def pack_columns(codes: Tensor) -> Tensor:
     if not _has_words(codes):
         return pack_nibbles(codes[:, 0::2], codes[:, 1::2])
     data = codes.new_empty((codes.shape[0], codes.shape[1] // 2), dtype=torch.uint8)
-    flat = codes.flatten()
+    flat = codes.contiguous().flatten()  # `flatten` alone keeps one stride over all, which may not be 1
     if flat.storage_offset() % 2:  # no word begins there
         flat = flat.clone()
     words = flat.view(torch.int16)
