@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -262,6 +263,36 @@ Geometry geometry(int64_t k, int64_t group) {
   return at;
 }
 
+namespace {
+
+// The 256 numbers of fp8 with `mantissa` bits: e4m3 without Inf (3), e5m2 (2).
+std::vector<float> fp8_numbers(int mantissa) {
+  const int bias = mantissa == 3 ? 7 : 15;
+  std::vector<float> numbers;
+  for (int code = 0; code < 256; code++) {
+    const int exponent = (code & 0x7f) >> mantissa, rest = code & ((1 << mantissa) - 1);
+    float number = exponent ? std::ldexp(static_cast<float>(rest + (1 << mantissa)), exponent - bias - mantissa)
+                            : std::ldexp(static_cast<float>(rest), 1 - bias - mantissa);
+    if (mantissa == 3 && (code & 0x7f) == 0x7f) number = NAN;
+    if (mantissa == 2 && exponent == 31) number = rest ? NAN : INFINITY;
+    numbers.push_back(code & 0x80 ? -number : number);
+  }
+  return numbers;
+}
+
+bool same_numbers(const float* a, const std::vector<float>& b) {
+  bool same = true;
+  for (size_t i = 0; i < b.size(); i++) same &= (a[i] == b[i]) | ((a[i] != a[i]) & (b[i] != b[i]));
+  return same;
+}
+
+}  // namespace
+
+Formula formula_of(const float* table) {
+  static const std::vector<float> e4m3 = fp8_numbers(3), e5m2 = fp8_numbers(2);
+  return same_numbers(table, e4m3) ? E4M3 : same_numbers(table, e5m2) ? E5M2 : TABLE;
+}
+
 int64_t fold_of(const Geometry& at, Mode mode) {
   if (mode == DIGITS) return at.block;
   // All blocks of a group, or the most that int32 holds and that divide it.
@@ -289,7 +320,9 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
     if (in.row) return by_gathered_panels(panel, pool, w, in, out);
     if (table || (panel.integers && in.rows >= panel.integers)) return by_panel(panel, pool, w, in, out);
   }
-  if (table) return by_floats(kernels, pool, w, in, out, false);
+  const int from = kernels.floats_from[w.element == INT8][in.type == F32];
+  const bool floats = in.mode == DIGITS && from && in.rows >= from;
+  if (table || floats) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
   return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out);

@@ -50,6 +50,8 @@ inline const void* nth(const void* first, Type type, int64_t n, int64_t index) {
   return first ? static_cast<const char*>(first) + index * n * type_size(type) : nullptr;
 }
 
+// Whether the 256 numbers of a table are those of an fp8 type.
+Formula formula_of(const float* table);
 Geometry geometry(int64_t k, int64_t group);
 int64_t fold_of(const Geometry& at, Mode mode);
 

@@ -1,27 +1,78 @@
-// Weights that are tables of floats (fp8, nf4, ...): codes become floats in registers and meet x in float32.
+// Float x meets numbers: codes of any element become floats in registers.
 
-constexpr int FLOAT_ROWS = LANES == 16 ? 8 : 4;
+constexpr int FLOAT_ROWS = 8;
+// Vectors of columns beside R rows, so that there are as many accumulators as multiply-adds on their way, and registers.
+template <int R> constexpr int FLOAT_VECTORS = LANES == 16 ? 2 : R > 4 ? 1 : R > 2 || LANES < 8 ? 2 : 4;
 
 // k of the nibble at 4 * j bits of a 32-bit lane.
 constexpr int NIBBLE_COLUMN[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-template <int R, bool FOUR>
+// The number of an fp8 code in the upper 8 bits of each lane, of MANTISSA bits; gathering 8 numbers takes twice as long.
+template <int MANTISSA>
+static inline F fp8_f(I top) {
+  constexpr int BIAS = MANTISSA == 3 ? 7 : 15, PLACE = 23 - MANTISSA;
+  constexpr int32_t ONE = 1 << 23, LARGEST = (MANTISSA == 3 ? 0x7e : 0x7b) << PLACE;
+  const I magnitude = and_i(sra_i<24 - PLACE>(top), set_i(0x7f << PLACE));
+  // 1. Subnormal ones get the least exponent, and lose the leading 1 that comes with it.
+  const I small = sra_i<31>(sub_i(magnitude, set_i(ONE)));
+  const I normal = add_i(or_i(magnitude, and_i(small, set_i(ONE))), set_i((127 - BIAS) << 23));
+  const F number = sub_f(from_bits(normal), from_bits(and_i(small, set_i((128 - BIAS) << 23))));
+  // 2. Inf and NaN: exponents of ones; e4m3 has no Inf.
+  const I special = and_i(sra_i<31>(sub_i(set_i(LARGEST), magnitude)), set_i(MANTISSA == 3 ? 0x7fc00000 : 0x7f800000));
+  return from_bits(or_i(or_i(bits(number), special), and_i(top, set_i((int32_t)0x80000000))));
+}
+
+// Of the table of FLOAT8, for a code in the low 8 bits of each lane.
+static inline __attribute__((always_inline)) F number_of_8(const float* table, Formula formula, I v) {
+  if (formula == E4M3) return fp8_f<3>(shl_i<24>(v));
+  if (formula == E5M2) return fp8_f<2>(shl_i<24>(v));
+  return gather(table, and_i(v, set_i(255)));
+}
+
+// The numbers of codes of element E in the low bits of each lane, less the zero points of their columns.
+template <Element E>
+struct Decoder {
+  static constexpr bool FOUR = E != INT8 && E != FLOAT8;
+  Numbers numbers;
+  const float* table;
+  Formula formula;
+  explicit inline Decoder(const Weight& w) : numbers(), table(w.table), formula(w.formula) {
+    if constexpr (E == FLOAT4) {
+      numbers = numbers16(w.table);
+    } else if constexpr (E == HALVES4) {
+      alignas(64) float whole[16];
+      for (int i = 0; i < 16; i++) whole[i] = (float)((int)w.whole[i] - w.offset);
+      numbers = numbers16(whole);
+    }
+  }
+  inline __attribute__((always_inline)) F operator()(I v, I zero) const {
+    if constexpr (E == INT4 || E == INT8) return to_f(sub_i(and_i(v, set_i(E == INT4 ? 15 : 255)), zero));
+    if constexpr (FOUR) return pick(numbers, v);
+    return number_of_8(table, formula, v);
+  }
+};
+
+template <Element E, int R>
 static void __attribute__((noinline))
 float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int first, int rows, int64_t row0) {
-  constexpr int H = LANES == 16 ? 2 : 1;
+  constexpr int H = FLOAT_VECTORS<R>;
   constexpr int BYTES = LANES * 4;
+  constexpr bool FOUR = Decoder<E>::FOUR;
   constexpr int STEP = FOUR ? 8 : 4;  // columns of x in 128 bytes of codes
   const uint8_t* codes = w.data + nb * (w.at.packed() / STEP) * 128 + first * BYTES;
   const bool grouped = w.at.groups > 1;
-  const Numbers numbers = numbers16(w.table);
-  const I byte = set_i(255);
+  const Decoder<E> number_of(w);
   const float* totals = x + w.at.packed() * rows;  // [groups][rows]
   F sum[R][H];
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) sum[r][h] = set_f(0);
   for (int64_t g = 0; g < w.at.groups; g++) {
     const int64_t parameters = (nb * w.at.groups + g) * COLUMNS + first * LANES;
     F scale[H];
-    for (int h = 0; h < H; h++) scale[h] = grouped ? scales_f(w, parameters + h * LANES) : set_f(1);
+    I zero[H];
+    for (int h = 0; h < H; h++) {
+      scale[h] = grouped ? scales_f(w, parameters + h * LANES) : set_f(1);
+      zero[h] = w.zero ? bytes_i(w.zero + parameters + h * LANES) : set_i(w.offset);
+    }
     for (int64_t b = 0; b < w.at.blocks; b++) {
       // A block at a time, so that rounding errors of a long sum stay small.
       F acc[R][H];
@@ -36,13 +87,9 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
         for (int j = 0; j < STEP; j++) {
           F value[H];
           for (int h = 0; h < H; h++) {
-            if constexpr (FOUR) {
-              value[h] = pick(numbers, v[h]);
-              v[h] = shr_i<4>(v[h]);
-            } else {
-              value[h] = gather(w.table, and_i(v[h], byte));
-              v[h] = shr_i<8>(v[h]);
-            }
+            value[h] = number_of(v[h], zero[h]);
+            if constexpr (FOUR) v[h] = shr_i<4>(v[h]);
+            else v[h] = shr_i<8>(v[h]);
           }
           const float* here = x + (FOUR ? NIBBLE_COLUMN[j] : j) * rows;
 #pragma GCC unroll 8
@@ -72,18 +119,24 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
   }
 }
 
-using FloatTile = void (*)(const Weight&, const Output&, const float*, int64_t, int, int, int64_t);
-
-template <bool FOUR, int R>
-static FloatTile choose_float(int count) {
-  if constexpr (R > FLOAT_ROWS) return nullptr;
-  else return count == R ? float_tile<R, FOUR> : choose_float<FOUR, R + 1>(count);
+// All columns of a block, for the number of rows that it has.
+template <Element E, int R>
+static void float_tiles(const Weight& w, const Output& out, const float* x, int64_t nb, int rows, int count, int64_t row0) {
+  if constexpr (R <= FLOAT_ROWS) {
+    if (count != R) return float_tiles<E, R + 1>(w, out, x, nb, rows, count, row0);
+    for (int first = 0; first < COLUMNS / LANES; first += FLOAT_VECTORS<R>) float_tile<E, R>(w, out, x, nb, first, rows, row0);
+  }
 }
 
 static void float_product(const Weight& w, const Output& out, const float* x, int64_t nb, int rows, int count,
                           int64_t row0) {
-  const FloatTile run = w.element == FLOAT4 ? choose_float<true, 1>(count) : choose_float<false, 1>(count);
-  for (int first = 0; first < COLUMNS / LANES; first += LANES == 16 ? 2 : 1) run(w, out, x, nb, first, rows, row0);
+  auto run = w.element == FLOAT4 ? float_tiles<FLOAT4, 1> : float_tiles<FLOAT8, 1>;
+#ifdef QCORE_WORD_SUMS  // see FLOATS_FROM_4
+  if (w.element == INT4) run = float_tiles<INT4, 1>;
+  else if (w.element == INT8) run = float_tiles<INT8, 1>;
+  else if (w.element == HALVES4) run = float_tiles<HALVES4, 1>;
+#endif
+  run(w, out, x, nb, rows, count, row0);
 }
 
 // Codes of columns from..from + count of a row of a table, one byte each; `from` is even.

@@ -51,6 +51,11 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       {0, 0, 0, nullptr},
 #endif
       quantize, float_product, FLOAT_ROWS,
+#ifdef QCORE_WORD_SUMS
+      {{FLOATS_FROM_4[0], FLOATS_FROM_4[1]}, {FLOATS_FROM_8[0], FLOATS_FROM_8[1]}},
+#else
+      {},
+#endif
 #ifdef QCORE_PAIRS
       pair_product, PAIR_ROWS, pair_row,
 #else

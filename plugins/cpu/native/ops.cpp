@@ -67,6 +67,7 @@ struct Parts {
     w.sums = sums.data<int32_t>();
     w.offset = element == INT4 ? 8 : element == HALVES4 ? HALVES_OFFSET : 128;
     w.table = table.data<float>();
+    if (element == FLOAT8) w.formula = formula_of(w.table);
     if (element == HALVES4) {  // halves of whole numbers: fp4
       w.factor *= 0.5f;
       for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);

@@ -46,7 +46,7 @@ static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count
   const I byte = set_i(255);
   const auto number_of = [&](I v) {  // of the code in the low bits of each lane
     if (four) return pick(numbers, v);
-    return w.element == FLOAT8 ? gather(w.table, and_i(v, byte)) : to_f(and_i(v, byte));
+    return w.element == FLOAT8 ? number_of_8(w.table, w.formula, v) : to_f(and_i(v, byte));
   };
   int64_t known = -1;
   F scale[PANEL_VECTORS], shift[PANEL_VECTORS], added[PANEL_VECTORS];

@@ -18,6 +18,9 @@ static inline constexpr int type_size(Type type) { return type == F32 ? 4 : type
 //   FLOAT4, FLOAT8: a 4- or 8-bit code that indexes a table of floats.
 enum Element : int { INT4 = 0, INT8 = 1, HALVES4 = 2, FLOAT4 = 3, FLOAT8 = 4 };
 
+// What gives the same numbers as the table of FLOAT8: that of fp8 without Inf, with Inf, or the table alone does.
+enum Formula : int { TABLE = 0, E4M3 = 1, E5M2 = 2 };
+
 constexpr int COLUMNS = 32;     // output features of a packed block
 constexpr int LARGEST_BLOCK = 128;  // elements of x that share a scale, at most
 constexpr int64_t LARGEST_FOLD = 16384;  // codes summed in int32: 255 * 128 * 16384 < 2^31
@@ -46,6 +49,7 @@ struct Weight {
   const void* added;        // float zero points of the scale's type, or null
   const int32_t* sums;      // of (code - zero) over each fold, or null
   const float* table;       // FLOAT4: 16, FLOAT8: 256 values; null otherwise
+  Formula formula;          // of the table
   uint8_t whole[16];        // HALVES4: value + offset
   int offset;               // what was added to codes: 8, 128, or that of `whole`
   int64_t fold;             // packed columns that are summed up in int32
@@ -157,9 +161,11 @@ struct Kernels {
   Product product, many;  // `many`: for many rows; its `run` may be null
   // Quantize the row at `x`, the input's number `row`, into slot `r` of a block of `rows` rows.
   void (*quantize)(const Weight&, const Input&, const void* x, int64_t row, int r, int rows, int digits, const Rows&);
-  // Float tables: x as float32 [packed][rows] times 32 columns.
+  // Any element: x as float32 [packed][rows] times 32 columns.
   void (*float_product)(const Weight&, const Output&, const float* x, int64_t nb, int rows, int count, int64_t row0);
   int float_rows;
+  // Rows of float x from which on that is faster than digits, for [4, 8 bits][2, 3 digits]; 0: never.
+  int floats_from[2][2];
   // bf16 x and 4-bit weights on dot products of bf16 pairs, or null: x as pairs [packed / 8][4][rows] of 32 bits,
   // sums [groups][rows] of x for zero points.
   void (*pair_product)(const Weight&, const Output&, const uint32_t* x, const float* sums, int64_t nb, int rows,

@@ -151,7 +151,11 @@ static void finish_sums(const Weight& w, const Output& out, const Rows& x, int64
 #else
 // Accumulators of T digit rows: a vector of each for every H.
 template <int T> constexpr int SLOTS = T;
+#ifdef QCORE_WORD_SUMS
+constexpr int FEW_ROWS = 3, FEW_COLUMNS = COLUMNS;
+#else
 constexpr int FEW_ROWS = 0, FEW_COLUMNS = TILE_COLUMNS;
+#endif
 
 template <int T, int H>
 static inline __attribute__((always_inline)) void begin_sums(const int32_t* start, I (&acc)[T][H]) {
@@ -162,12 +166,9 @@ static inline __attribute__((always_inline)) void begin_sums(const int32_t* star
 template <int T, int H>
 static inline __attribute__((always_inline)) void end_sums(I (&)[T][H]) {}
 
-#ifdef QCORE_DOT_SMALL
-static inline I dot_4bit(I acc, I codes, I x) { return dot_small(acc, codes, x); }
+#ifdef QCORE_WORD_SUMS
+#include "word_sums.inl"
 #else
-static inline I dot_4bit(I acc, I codes, I x) { return dot(acc, codes, x); }
-#endif
-
 // The products of T digit rows with `steps` times 128 bytes of codes, H vectors of each, added to acc.
 // The codes hold 4 (8-bit) or 8 (4-bit) columns of x for 32 outputs; the next 2 KiB of them are on their way meanwhile.
 // Four digits of a row are broadcast once for H vectors. `k_step`, `row_step`: bytes of x from one set of 4 columns, or
@@ -195,10 +196,7 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int6
       int32_t word;
       __builtin_memcpy(&word, q + t * row_step, 4);
       const I digits = set_i(word);
-      for (int h = 0; h < H; h++) {
-        if constexpr (E == INT8) acc[t][h] = dot(acc[t][h], low[h], digits);
-        else acc[t][h] = dot_4bit(acc[t][h], low[h], digits);
-      }
+      for (int h = 0; h < H; h++) acc[t][h] = dot(acc[t][h], low[h], digits);
     }
     if constexpr (E != INT8) {
 #pragma GCC unroll 24
@@ -206,11 +204,12 @@ sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int6
         int32_t word;
         __builtin_memcpy(&word, q + k_step + t * row_step, 4);
         const I digits = set_i(word);
-        for (int h = 0; h < H; h++) acc[t][h] = dot_4bit(acc[t][h], high[h], digits);
+        for (int h = 0; h < H; h++) acc[t][h] = dot(acc[t][h], high[h], digits);
       }
     }
   }
 }
+#endif
 #endif
 
 // The same as a function of its own, where registers do not hold both accumulators and float sums: a compiler that sees

@@ -10,6 +10,7 @@ constexpr int FLOAT_PANEL_FROM = 64;  // rows from which on float x meets intege
 #else  // a product of bytes takes three instructions, of 8-bit codes seven, and float x has two or three digits
 constexpr int FLOAT_PANEL_FROM = 16;
 #endif
+constexpr int FLOATS_FROM_4[2] = {0, 4}, FLOATS_FROM_8[2] = {6, 2};  // rows of x that has 2 or 3 digits; 0: never
 constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }
@@ -32,17 +33,19 @@ static inline I table_bytes(const uint8_t* t) { return _mm256_broadcastsi128_si2
 #ifdef QCORE_VNNI
 static inline I dot(I acc, I codes, I x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
 #else
-// Pairs of products are summed with saturation at 16 bits, which 8-bit codes would reach (2 * 255 * 128): their nibbles
-// are multiplied one after the other (at most 2 * 15 * 128).
-static inline I dot_small(I acc, I codes, I x) {
-  return add_i(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+// See word_sums.inl.
+#define QCORE_WORD_SUMS
+static inline I add_products(I words, I codes, I x) {
+  I sum = _mm256_add_epi16(words, _mm256_maddubs_epi16(codes, x));
+  asm("" : "+x"(sum));  // one after the other: a compiler that adds products first runs out of registers
+  return sum;
 }
-static inline I dot(I acc, I codes, I x) {
-  const I mask = nibble_mask(), ones = _mm256_set1_epi16(1);
-  const I high = _mm256_madd_epi16(_mm256_maddubs_epi16(high_nibbles(codes, mask), x), ones);
-  return add_i(dot_small(acc, low_nibbles(codes, mask), x), shl_i<4>(high));
-}
-#define QCORE_DOT_SMALL
+static inline I products_of(I a, I b) { return _mm256_madd_epi16(a, b); }
+static inline I add_words(I acc, I words) { return add_i(acc, products_of(words, _mm256_set1_epi16(1))); }
+static inline I even_bytes(I v) { return and_i(v, _mm256_set1_epi16(255)); }
+static inline I odd_bytes(I v) { return _mm256_srli_epi16(v, 8); }
+static inline I even_signed_bytes(I v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+static inline I odd_signed_bytes(I v) { return _mm256_srai_epi16(v, 8); }
 #endif
 static inline I bytes_i(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 static inline I signed_bytes_i(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
@@ -91,7 +94,7 @@ static inline float largest_f(F v) {
 }
 static inline float least_f(F v) { return -largest_f(sub_f(set_f(0), v)); }
 static inline I absolute_i(I v) { return _mm256_abs_epi32(v); }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 struct Numbers { F low, high; };
 static inline Numbers numbers16(const float* t) { return {_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)}; }
 static inline F pick(const Numbers& n, I index) {

@@ -54,7 +54,7 @@ static inline int32_t largest_i(I v) { return _mm512_reduce_max_epi32(v); }
 static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
 static inline float least_f(F v) { return _mm512_reduce_min_ps(v); }
 static inline I absolute_i(I v) { return _mm512_abs_epi32(v); }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 // 16 numbers of a table by the low 4 bits of each lane.
 struct Numbers { F all; };
 static inline Numbers numbers16(const float* t) { return {_mm512_loadu_ps(t)}; }

@@ -100,7 +100,7 @@ static inline int32_t largest_i(I v) { int32_t m = v.v[0]; QCORE_EACH m = v.v[i]
 static inline float largest_f(F v) { float m = v.v[0]; QCORE_EACH m = v.v[i] > m ? v.v[i] : m; return m; }
 static inline float least_f(F v) { float m = v.v[0]; QCORE_EACH m = v.v[i] < m ? v.v[i] : m; return m; }
 static inline I absolute_i(I v) { QCORE_EACH v.v[i] = v.v[i] < 0 ? (int32_t)(0u - (uint32_t)v.v[i]) : v.v[i]; return v; }
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+static inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }
 struct Numbers { const float* all; };
 static inline Numbers numbers16(const float* t) { return {t}; }
 static inline F pick(const Numbers& n, I index) { F r; QCORE_EACH r.v[i] = n.all[index.v[i] & 15]; return r; }

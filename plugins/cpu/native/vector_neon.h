@@ -101,7 +101,7 @@ static inline int32_t largest_i(I v) { return vmaxvq_s32(v); }
 static inline float largest_f(F v) { return vmaxvq_f32(v); }
 static inline float least_f(F v) { return vminvq_f32(v); }
 static inline I absolute_i(I v) { return vabsq_s32(v); }
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+static inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }
 struct Numbers { uint8x16x4_t all; };
 static inline Numbers numbers16(const float* t) { return {vld1q_u8_x4((const uint8_t*)t)}; }
 static inline F pick(const Numbers& n, I index) {
