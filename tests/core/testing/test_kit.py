@@ -36,10 +36,20 @@ def test_processes_share_the_cases():
     assert [(r.id, r.outcome, r.worst) for r in together.cases] == [(r.id, r.outcome, r.worst) for r in alone.cases]
 
 
+EMBEDDING = {"schemes": ["w8a16"], "contracts": ["embedding"]}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A certificate for which there was time enough."""
+    certificate = testing.run("torch", seconds=1e4, **EMBEDDING)
+    assert certificate.ok, str(certificate)
+    return certificate
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_limit_of_time_keeps_what_was_found(jobs):
-    chosen = {"schemes": ["w8a16"], "contracts": ["embedding"], "jobs": jobs}
-    certificate = testing.run("torch", seconds=0.0, **chosen)
+def test_a_limit_of_time_keeps_what_was_found(jobs, whole):
+    certificate = testing.run("torch", seconds=0.0, jobs=jobs, **EMBEDDING)
     total = sum(r.reason == "not run within the limit of 0 seconds" for r in certificate.results)
     assert total > len(certificate.cases)  # laws, too
     (failed,) = certificate.failures
@@ -47,8 +57,6 @@ def test_a_limit_of_time_keeps_what_was_found(jobs):
     assert failed.reason == f"{total} of {total} steps were not run within the limit of 0 seconds."
     assert {r.outcome for r in certificate.cases} == {testing.Outcome.SKIPPED}
     assert not certificate.ok
-    whole = testing.run("torch", seconds=1e4, **chosen)
-    assert whole.ok, str(whole)
     assert [r.id for r in whole.cases] == [r.id for r in certificate.cases]
 
 
