@@ -9,7 +9,7 @@ from torch import nn
 
 import qcore
 from qcore.errors import FormatError
-from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from qcore_vulkan import device, ops
 
 torch.manual_seed(0)
@@ -79,11 +79,26 @@ def table():
         return QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w4a16-g32")
 
 
+class Experts(nn.Module):
+    """Three experts with a third of the rows each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        with qcore.using("vulkan"):
+            layer = QuantizedGroupedLinear.from_float(torch.randn(3, 16, 64), "w8a8", bias=torch.randn(3, 16))
+        self.layer = layer.requires_grad_(False)
+
+    def forward(self, x):
+        return self.layer(x, torch.arange(1, 4, dtype=torch.int32) * x.shape[0] // 3)
+
+
 CALLS = {
     "linear_a16": (linear, lambda n: torch.randn(n, 64)),
     "linear_a8": (lambda: linear("w4a8-g32-aasym"), lambda n: torch.randn(n, 64)),
     "conv2d": (conv, lambda n: torch.randn(n, 4, 7, 6)),
     "embedding": (table, lambda n: torch.randint(0, 20, (n, 3))),
+    "grouped_linear": (Experts, lambda n: torch.randn(n, 64)),
 }
 
 

@@ -45,6 +45,7 @@ void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], ZeroPo
 }
 
 void main() {
+    if (!begin_tile()) return;
     uint column[TN];
     uint row[TM];
     float y[TM * TN];

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from qcore import Conv2dRequest
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
+from qcore.plugin_api import AnyRequest, GroupedLinearRequest, why_not_dtypes, why_not_empty, why_not_encoding
 
-from .layout import ROWS, Geometry, rows_per_part, why_not_packed
+from .layout import ROWS, Geometry, experts_per_part, rows_per_part, why_not_packed
 
 
 def why_not(request: AnyRequest) -> str:
@@ -35,6 +35,8 @@ def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
         return f"rows of {heads * request.k} values exceed a buffer of {largest} bytes; torch ops run this layer."
+    if isinstance(request, GroupedLinearRequest) and not experts_per_part(geometry, largest):
+        return f"the weight of an expert must fit into one buffer, here of {largest} bytes; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
     if heads > 1 and rows_per_part(geometry, largest) < request.n:

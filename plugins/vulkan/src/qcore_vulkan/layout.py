@@ -12,11 +12,13 @@ rows of the weight are interleaved.
 
 Padding is 0 in either, and activations are 0 there. Scales are float32, zero points int32 in the domain of the stored
 codes or float32, sums int32: the sum over a group of its stored codes; all ``(groups, N padded)``.
+
+Weights of experts ``(E, N, K)`` are stored one below the other, as one of ``E * (N padded)`` rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -81,6 +83,11 @@ class Geometry:
     def row_bytes(self) -> int:
         """Bytes of the codes of one row."""
         return self.columns * self.bits // 8
+
+    @property
+    def padded_n(self) -> int:
+        """Rows with padding."""
+        return -(-self.n // ROWS) * ROWS
 
 
 def _stored_group(format: Format, k: int) -> int:
@@ -185,9 +192,32 @@ def _unpack_codes(words: Tensor, geometry: Geometry) -> Tensor:
     return groups.reshape(-1, g.groups * g.group)[:, : g.k].view(torch.int8) - _offset(g)
 
 
+def _stacked(each: Sequence[Packed]) -> Packed:
+    """The weights of experts, one below the other."""
+    zeros = [one.zero for one in each if one.zero is not None]
+    return Packed(
+        sum(one.scale.shape[1] for one in each),
+        torch.cat([one.codes for one in each]),
+        torch.cat([one.scale for one in each], dim=1),
+        torch.cat(zeros, dim=1) if zeros else None,
+        torch.cat([one.sums for one in each], dim=1),
+    )
+
+
+def _expert(packed: Packed, geometry: Geometry, number: int) -> Packed:
+    """One of the weights that `_stacked` has joined."""
+    first, stop = number * geometry.padded_n, (number + 1) * geometry.padded_n
+    zero = None if packed.zero is None else packed.zero[:, first:stop]
+    codes = packed.codes[first // ROWS : stop // ROWS]
+    return Packed(geometry.n, codes, packed.scale[:, first:stop], zero, packed.sums)
+
+
 @dataclass(frozen=True)
 class Part:
-    """Rows ``first`` ... ``first + n - 1`` of a weight on a device; ``padded_n``: the N of its scales."""
+    """Rows ``first`` ... ``first + n - 1`` of a weight on a device; ``padded_n``: the N of its scales.
+
+    Of experts: rows with padding, those of whole experts.
+    """
 
     first: int
     n: int
@@ -210,12 +240,16 @@ class Part:
 
 @dataclass(frozen=True)
 class DeviceWeight:
-    """A weight on a device, in parts no larger than a shader can address at once."""
+    """A weight on a device, in parts no larger than a shader can address at once.
+
+    ``experts``: E if it is the weights ``(E, N, K)`` of experts, whose sizes ``geometry`` has, else 0.
+    """
 
     geometry: Geometry
     format: Format
     scale_dtype: torch.dtype
     parts: tuple[Part, ...]
+    experts: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -228,36 +262,64 @@ def rows_per_part(geometry: Geometry, largest: int) -> int:
     return max(1, largest // geometry.row_bytes // ROWS) * ROWS
 
 
+def experts_per_part(geometry: Geometry, largest: int) -> int:
+    """Experts whose codes are at most ``largest`` bytes; 0 if not even those of one are."""
+    return largest // (geometry.row_bytes * geometry.padded_n)
+
+
 def upload(device: Device, weight: QTensor) -> DeviceWeight:
-    """Copy a weight to the device. Raises `OutOfMemory`."""
-    n, k = weight.shape
+    """Copy a weight ``(N, K)``, or those of experts ``(E, N, K)``, to the device. Raises `OutOfMemory`."""
+    *experts, n, k = weight.shape
     geometry, limits = Geometry.of(weight.format, n, k), device.description.limits
-    step = rows_per_part(geometry, min(limits.max_storage_range, limits.max_allocation))
-    parts = [_upload_part(device, weight, first, min(step, n - first)) for first in range(0, n, step)]
-    return DeviceWeight(geometry, weight.format, weight.scale.dtype, tuple(parts))
+    largest = min(limits.max_storage_range, limits.max_allocation)
+    if experts:
+        step = max(1, experts_per_part(geometry, largest))
+        parts = [
+            _upload_experts(device, weight, geometry, range(first, min(first + step, experts[0])))
+            for first in range(0, experts[0], step)
+        ]
+    else:
+        step = rows_per_part(geometry, largest)
+        parts = [_upload_part(device, weight, first, min(step, n - first)) for first in range(0, n, step)]
+    return DeviceWeight(geometry, weight.format, weight.scale.dtype, tuple(parts), *experts)
 
 
 def _upload_part(device: Device, weight: QTensor, first: int, n: int) -> Part:
     rows = weight if n == weight.shape[0] else weight.narrow(0, first, n)
-    packed = pack(rows, Geometry.of(weight.format, n, weight.shape[1]))
+    return _uploaded(device, pack(rows, Geometry.of(weight.format, n, weight.shape[1])), first)
+
+
+def _upload_experts(device: Device, weight: QTensor, geometry: Geometry, experts: range) -> Part:
+    packed = _stacked([pack(weight[e], geometry) for e in experts])
+    return _uploaded(device, packed, experts.start * geometry.padded_n)
+
+
+def _uploaded(device: Device, packed: Packed, first: int) -> Part:
     zero = None if packed.zero is None else device.upload(packed.zero)
-    return Part(first, n, device.upload(packed.codes), device.upload(packed.scale), zero, device.upload(packed.sums))
+    codes, scale, sums = map(device.upload, (packed.codes, packed.scale, packed.sums))
+    return Part(first, packed.n, codes, scale, zero, sums)
 
 
 def download(weight: DeviceWeight) -> QTensor:
     """The weight that was uploaded, bit for bit."""
-    parts = [_download_part(weight, part) for part in weight.parts]
-    return parts[0] if len(parts) == 1 else QTensor.cat(parts)
+    g, found = weight.geometry, []
+    for part in weight.parts:
+        packed = _downloaded(g, part)
+        if weight.experts:
+            each = [_expert(packed, g, e) for e in range(part.n // g.padded_n)]
+            found.append(QTensor.stack([unpack(one, weight.format, g, weight.scale_dtype) for one in each]))
+        else:
+            geometry = Geometry.of(weight.format, part.n, g.k)
+            found.append(unpack(packed, weight.format, geometry, weight.scale_dtype))
+    return found[0] if len(found) == 1 else QTensor.cat(found)
 
 
-def _download_part(weight: DeviceWeight, part: Part) -> QTensor:
-    geometry = Geometry.of(weight.format, part.n, weight.geometry.k)
+def _downloaded(geometry: Geometry, part: Part) -> Packed:
     groups, kind = geometry.groups, torch.int32 if geometry.zero_kind == INT_ZERO else torch.float32
-    packed = Packed(
+    return Packed(
         part.n,
         torch.from_numpy(part.codes.read()).view(torch.int32).view(part.padded_n // ROWS, -1),
         torch.from_numpy(part.scale.read()).view(torch.float32).view(groups, -1),
         None if part.zero is None else torch.from_numpy(part.zero.read()).view(kind).view(groups, -1),
         torch.empty(0),
     )
-    return unpack(packed, weight.format, geometry, weight.scale_dtype)

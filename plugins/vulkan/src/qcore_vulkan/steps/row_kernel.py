@@ -12,6 +12,7 @@ from ..builder import Builder, Ref, fold
 from ..description import Description
 from ..device import Buffer
 from ..layout import Geometry, Part
+from .experts import Added, first_column, is_biased, memory
 from .gpu_kernels import Single
 from .problem import Activations, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows, local
@@ -42,16 +43,14 @@ class RowGemv(Single):
         subgroups = self.lanes // self.subgroup
         return self.lanes, subgroups * (self.r * 32 + 4) + (geometry.columns if self.codes else 16)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         assert not isinstance(x, Int8Rows)
         x = local(b, x) if isinstance(x, Rows) else x  # every workgroup reads it
         blocks = geometry.groups * geometry.blocks
         push = [part.n, part.padded_n, blocks, 1.0 / geometry.blocks]
-        push += [out.pitch, NUMBERS[out.dtype], int(bias is not None), part.first]
+        push += [out.pitch, NUMBERS[out.dtype], int(is_biased(bias)), first_column(bias, part)]
         zero = part.scale if part.zero is None else part.zero
-        refs: list[Ref | Buffer | None] = [x.ref, part.codes, part.scale, zero, None, bias or part.scale, out.ref]
+        refs: list[Ref | Buffer | None] = [x.ref, part.codes, part.scale, zero, None, memory(bias, part), out.ref]
         groups = fold(-(-part.padded_n // (8 * self.r)))
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
