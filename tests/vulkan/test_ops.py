@@ -195,7 +195,9 @@ torchs_own = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 @torchs_own
 def test_gradients_in_one_graph_and_with_the_right_format():
     # The forward passes of these are the same op: a graph must not serve a weight of another format.
-    for scheme in ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16"):
+    schemes = ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16")
+    for scheme in (*schemes, "wfp8_e5m2a16", "wfp8a16-g32-e8m0", "wfp8a16-g16-e4m3"):
+        torch._dynamo.reset()
         with qcore.using("vulkan", strict=True):
             model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 7))
             qcore.quantize_(model, scheme)

@@ -1,11 +1,11 @@
-// GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, int4 or int8 weights.
+// GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, weights of 4 or 8 bits.
 //
 // A workgroup computes BM x BN results and an invocation TM x TN of them, in runs of four rows and four columns. Grid:
 // x tiles of rows, y tiles of columns; each workgroup covers all of K. With EXPERTS a tile has rows of one expert.
 //
 // Memory: each step loads BK columns of k of both operands from global memory to registers, and writes them to one of
 // two buffers in shared memory while the other is multiplied. Weights are dequantized on their way there, as
-// (q - z) * s in float32; both tiles are stored by columns of k, so that an invocation reads the TM + TN values of one
+// (q - z) * s, or v[q] * s of a table, in float32; both tiles are stored by columns of k, so that an invocation reads the TM + TN values of one
 // k as vectors of four. Codes less zero points are exact; products are fused multiply-adds in float32.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -23,6 +23,7 @@ layout(constant_id = 5) const uint BITS = 4u;
 layout(constant_id = 6) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
 layout(constant_id = 7) const uint HALF = 1u;  // 16 columns of k in a tile, else 32
 layout(constant_id = 8) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 9) const uint VALUES = 0u;   // of a table that codes index; 0: they are integers
 layout(local_size_x_id = 0) in;
 
 const uint BK = 32u >> HALF;
@@ -45,12 +46,14 @@ layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };           // [M][s
 layout(set = 0, binding = 1) readonly buffer W { uint w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 4) readonly buffer Table { float table[]; };
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 
 #include "gpu_experts.glsl"
 
 shared vec4 a_tile[2u * BK * A_ROW];  // [buffer][k][row]
 shared vec4 b_tile[2u * BK * B_ROW];  // [buffer][k][column]
+shared float values[VALUES + 1u];     // of the table
 
 // The next step's operands in registers: fours of columns of x; eights of codes with their scale and zero point.
 vec4 a_next[A_LOADS];
@@ -92,13 +95,15 @@ float placed(uint v, uint byte) {
 void store_weights(uint at, uint i) {
     // Codes as unsigned bytes: of int4 the low nibbles are the first four k, of int8 a flipped sign bit adds 128.
     uvec2 bytes = BITS == 4u ? uvec2(b_next[i].x & 0x0F0F0F0Fu, (b_next[i].x >> 4) & 0x0F0F0F0Fu)
-                             : b_next[i] ^ 0x80808080u;
+                             : VALUES != 0u ? b_next[i] : b_next[i] ^ 0x80808080u;
     float z = ZERO == 1u ? float(int(zero_next[i])) : (BITS == 4u ? 8.0 : 0.0);
     // One exact subtraction takes off 2^23, the 128 of int8 and an integer zero point; the scale then rounds once.
     float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
     float more = ZERO == 2u ? uintBitsToFloat(zero_next[i]) : 0.0;
     [[unroll]] for (uint k = 0u; k < 8u; ++k) {
-        float value = (placed(k < 4u ? bytes.x : bytes.y, k % 4u) - less) * scale_next[i];
+        uint four = k < 4u ? bytes.x : bytes.y;
+        float number = VALUES != 0u ? values[bitfieldExtract(four, int(k % 4u * 8u), 8)] : placed(four, k % 4u) - less;
+        float value = number * scale_next[i];
         b_tile[at / 4u + k * B_ROW][at % 4u] = ZERO == 2u ? value + more : value;
     }
 }
@@ -141,8 +146,12 @@ void main() {
     uint ly = gl_LocalInvocationIndex / LX;
     uint steps = blocks << HALF;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) total[i] = 0.0;
-    // 1. The first tile fills buffer 0; nothing overlaps with it.
+    // 1. The first tile fills buffer 0; nothing overlaps with it. Codes of a table wait for its values in shared memory.
     load_tiles(row0, col0, 0u);
+    if (VALUES != 0u) {
+        for (uint t = gl_LocalInvocationIndex; t < VALUES; t += LANES) values[t] = table[t];
+        barrier();
+    }
     store_tiles(0u);
     barrier();
     for (uint step = 0u; step < steps; ++step) {

@@ -12,6 +12,7 @@ layout(constant_id = 2) const uint TN = 4u;
 layout(constant_id = 3) const uint BITS = 8u;
 layout(constant_id = 4) const uint WIDE = 1u;  // whether results are float32
 layout(constant_id = 5) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 6) const uint VALUES = 0u;   // of a table that codes index; 0: they are integers
 
 #include "result.glsl"
 #include "zero.glsl"

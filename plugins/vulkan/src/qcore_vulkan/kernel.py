@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcore import Format, Kernel, QTensor
+from qcore import Format, Kernel, QTensor, ZeroPoint
 from qcore.plugin_api import Activation, Packed, check_weight
 
 from . import ops
@@ -15,7 +15,8 @@ from .weights import find, handle
 
 def precision(weight: Format, activation: Activation | None) -> str:
     """The part of a kernel's name that tells its numbers, such as w4a16."""
-    return f"w{weight.bits}a{16 if activation is None else 8}"
+    element = weight.element
+    return f"w{element.bits if element.is_integer else element.name}a{16 if activation is None else 8}"
 
 
 class HandleKernel(Kernel):
@@ -39,8 +40,9 @@ class HandleKernel(Kernel):
         weight = packed["weight"]
         if not torch.compiler.is_compiling():
             return download(find(weight).weight)
-        data, scale, *zero = ops.op_unpack(weight, self.shape, str(self.format))
-        return QTensor(data, scale, zero[0] if zero else None, self.shape, self.format)
+        data, scale, *rest = ops.op_unpack(weight, self.shape, str(self.format))
+        zero = None if self.format.zero is ZeroPoint.NONE else rest.pop(0)
+        return QTensor(data, scale, zero, self.shape, self.format, global_scale=rest[0] if rest else None)
 
     def nbytes(self, tensor: Tensor) -> int:
         return find(tensor).weight.nbytes

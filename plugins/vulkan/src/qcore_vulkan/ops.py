@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, Format, OutputInt8, StaticInt8, ZeroPoint
+from qcore import DynamicInt8, Format, OutputInt8, ScaleType, StaticInt8, ZeroPoint
 from qcore.plugin_api import GIVEN_NAMES, Activation, convolved_size, define_op, given_numbers
 
 NAMESPACE = "qcore_vulkan"
@@ -138,18 +138,22 @@ def _unpack(weight: Tensor, shape: list[int], format: str) -> list[Tensor]:
 
     # A graph has to know the dtype of scales, which a handle does not reveal; float32 holds each of them.
     found = download(find(weight).weight)
-    parts = [found.data, found.scale.float(), *([] if found.zero is None else [_wide(found.zero)])]
-    return [part.contiguous() for part in parts]
+    scale = found.scale.float() if found.format.scale is ScaleType.FLOAT else found.scale
+    zero = None if found.zero is None else _wide(found.zero)
+    return [part.contiguous() for part in (found.data, scale, zero, found.global_scale) if part is not None]
 
 
 def _unpack_fake(weight: Tensor, shape: list[int], format: str) -> list[Tensor]:
     made = Format.parse(format)
     *experts, n, k = shape
-    codes = made.codec.encode(weight.new_empty((n, k), dtype=torch.int8))
-    scale = weight.new_empty((made.groups(k), n), dtype=torch.float32)
+    codes = made.codec.encode(weight.new_empty((n, k), dtype=made.element.code_dtype))
+    kept = torch.float32 if made.scale is ScaleType.FLOAT else made.scale.dtypes[0]
+    scale = weight.new_empty((made.groups(k), n), dtype=kept)
     parts = [codes, scale]
     if made.zero is not ZeroPoint.NONE:
         parts.append(made.codec.encode_zero(scale.to(torch.int8)) if made.zero is ZeroPoint.INT else scale)
+    if made.scale.has_global:
+        parts.append(weight.new_empty((), dtype=torch.float32))
     return [part.new_empty((*experts, *part.shape)) for part in parts]
 
 

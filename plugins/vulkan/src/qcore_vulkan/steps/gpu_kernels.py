@@ -88,7 +88,7 @@ class Digits:
         push += [int(asymmetric), out.rows, *words(bias, part, geometry)]
         x_tiles, folds, _ = fold(-(-n // (8 * self.r)))
         groups = (x_tiles, folds, row_tiles(out.rows, self.rows, bias))
-        refs = _refs(codes, part, params, bias, out, extra)
+        refs = bindings(codes, part, params, bias, out, extra)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
@@ -144,7 +144,7 @@ class CoopGemv(Single):
         halves = _halves(b, x, geometry, padded, rows, tile=self.tn)
         push = [*_sizes(part, geometry, out, part.n), *_result(out, bias, part)]
         tiles, folds, _ = fold(-(-part.n // (16 * self.r)))
-        refs = _refs(halves.codes, part, halves.scales, bias, out, None)
+        refs = bindings(halves.codes, part, halves.scales, bias, out, None)
         groups = (tiles, folds, rows // self.tn)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
@@ -194,19 +194,19 @@ class SharedFloat(Single):
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s = self.shape
-        return s.owners, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1, int(self.experts)
+        form = (geometry.bits, geometry.zero_kind, 1, int(self.experts), geometry.values)
+        return s.owners, s.bm, s.bn, s.m, s.n, *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        del geometry
-        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
+        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8) + 4 * (geometry.values + 1)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         assert isinstance(x, FloatRows)
         n = columns(bias, part, geometry)
         push = [*_sizes(part, geometry, out, n), *_result(out, bias, part), x.stride // 4]
         push += words(bias, part, geometry)
-        refs = _refs(x.ref, part, None, bias, out, None)
+        refs = bindings(x.ref, part, part.table, bias, out, None)
         b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, n, bias), push, refs)
 
 
@@ -281,7 +281,7 @@ class CoopF16(Single):
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms)
-        refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
+        refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
         _append_coop(self, b, part, geometry, bias, out, refs, [])
 
 
@@ -305,7 +305,7 @@ def _int8(
     """Bindings of a GEMM of int8 activations; whether they have zero points, and the offsets of those and of sums."""
     assert isinstance(x, Int8Rows)
     sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
-    return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
+    return bindings(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
 
 
 def _append_coop(
@@ -360,8 +360,8 @@ def _result(out: Rows, bias: Added, part: Part) -> list[int | float]:
     return [out.pitch, NUMBERS[out.dtype], int(is_biased(bias)), first_column(bias, part)]
 
 
-def _refs(
-    x: Ref, part: Part, params: Ref | None, bias: Added, out: Rows, extra: Ref | None
+def bindings(
+    x: Ref, part: Part, params: Ref | Buffer | None, bias: Added, out: Rows, extra: Ref | None
 ) -> list[Ref | Buffer | None]:
     """Bindings 0 to 7 of every kernel here; a binding that a kernel does not use gets any buffer."""
     zero = part.scale if part.zero is None else part.zero

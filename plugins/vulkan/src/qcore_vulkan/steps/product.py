@@ -52,13 +52,13 @@ class Tile:
             refs += [part.sums, x.codes, x.params]
         else:
             push += [0, *words(bias, part, g)]
-            refs += [None, x.ref, None]
+            refs += [part.values, x.ref, None]
         refs += [memory(bias, part), out.ref]
-        b.dispatch(self.variant, self.constants(g.bits, out.dtype), groups, push, refs)
+        b.dispatch(self.variant, self.constants(g, out.dtype), groups, push, refs)
 
-    def constants(self, bits: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Specialization constants: lanes, TM, TN, BITS, WIDE and EXPERTS."""
-        return self.lanes, self.tm, self.tn, bits, int(dtype == torch.float32), int(self.experts)
+    def constants(self, g: Geometry, dtype: torch.dtype) -> tuple[int, ...]:
+        """Specialization constants: lanes, TM, TN, BITS, WIDE, EXPERTS and VALUES."""
+        return self.lanes, self.tm, self.tn, g.bits, int(dtype == torch.float32), int(self.experts), g.values
 
 
 def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int, experts: bool = False) -> Tile:

@@ -114,6 +114,9 @@ def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
 
 
 def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
+    if problem.geometry.is_table:
+        yield from map(SharedFloat, _by_time(_FLOAT, description, problem))
+        return
     narrow = problem.x_dtype != torch.float32
     tile = _matrix(description, "f16", "f32")
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
