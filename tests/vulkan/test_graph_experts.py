@@ -11,12 +11,7 @@ from qcore import graphs
 from qcore_vulkan.graphs.backend import qcore_vulkan
 from qcore_vulkan.graphs.support import why_not
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def layer_of(scheme, biased=True, experts=3):

@@ -160,6 +160,7 @@ class TestElementsOfPlugins:
         assert not table[32:].any()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize("scheme", ["wfp8a16-g32-e8m0", "wfp4a16-g16-e4m3", "wnf4a16-g64", "wfp8_e5m2a16"])
     def test_a_model_on_the_device(self, scheme):
@@ -168,7 +169,6 @@ class TestCompiled:
         qcore.quantize_(model, scheme)
         x = torch.randint(0, 30, (3, 5))
         with torch.no_grad():
-            torch._dynamo.reset()
             found = torch.compile(model, backend=qcore_vulkan)(x)
             torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
         assert not graphs.explain(model).host
@@ -179,7 +179,6 @@ class TestCompiled:
         layer = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 20, 64), scheme)
         x, ends = torch.randn(7, 64), torch.tensor([2, 2, 6], dtype=torch.int32)
         with torch.no_grad():
-            torch._dynamo.reset()
             found = torch.compile(layer, backend=qcore_vulkan)(x, ends)
             torch.testing.assert_close(found, layer(x, ends), rtol=1e-4, atol=1e-4)
         assert not graphs.explain(layer).host

@@ -75,6 +75,12 @@ def rows_of(c: Lowering, x: Operand) -> Rows:
     return made
 
 
+def _activations(c: Lowering, node: fx.Node, x: Operand) -> Rows:
+    """What a product of ``node`` reads, made of its first argument: no more precise than the model computes."""
+    value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return replace(rows_of(c, x), coarse=value.dtype in HALVES)
+
+
 def _as_rows(c: Lowering, x: Operand) -> Rows | None:
     """A matrix as rows if its memory allows it."""
     rows, k = x.shape
@@ -106,16 +112,9 @@ def _linear(
     c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
-    x = _ordered(c, _decoded(c, x, of), weight)
-    rows = replace(rows_of(c, x), coarse=_value(node).dtype in HALVES)
+    rows = _activations(c, node, _ordered(c, _decoded(c, x, of), weight))
     y = steps.linear(c.b, rows, weight.weight, buffer, *_quantization(of))
     return _finished(c, operand_of(y, node.meta["val"].shape), rest, of)
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    """What a node takes first, as torch sees it."""
-    value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return value
 
 
 @rule("qcore_graph.grouped_linear", why_not=_why_not)
@@ -124,8 +123,7 @@ def _grouped_linear(
 ) -> Operand:
     of, count = scheme_of(scheme), x.shape[0]
     ends = c.ends(node.args[1], count)
-    x = _ordered_by_expert(c, _decoded(c, x, of), ends, weight)
-    rows = replace(rows_of(c, x), coarse=_value(node).dtype in HALVES)
+    rows = _activations(c, node, _ordered_by_expert(c, _decoded(c, x, of), ends, weight))
     joined = _with_biases(c, ends, bias)
     activation: Any = of.activation
     y = steps.grouped_linear(c.b, rows, weight.weight, joined, activation, torch.float32)
@@ -194,7 +192,7 @@ def _conv2d(
     batch, channels, height, width = x.shape
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
     kernel, stride, padding, dilation, groups, _ = sizes
-    pixels = rows_of(c, _decoded(c, x, of).permute((0, 2, 3, 1)))
+    pixels = _activations(c, node, _decoded(c, x, of).permute((0, 2, 3, 1)))
     image = Image(pixels, batch, channels, height, width)
     shape = geometry(kernel, stride, padding, dilation, groups)
     y = steps.conv2d(c.b, image, weight.weight, buffer, shape, *_quantization(of))
