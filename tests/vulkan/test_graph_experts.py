@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 from graph_backends import part_of
+from parallel_models import experts
+from torch import nn
 
 import qcore
 from qcore import graphs
@@ -124,3 +126,28 @@ def test_an_expert_larger_than_a_buffer_stays_on_the_host(monkeypatch):
     monkeypatch.setattr("qcore_vulkan.eligibility.largest_range", lambda: 1 << 23)
     (why,) = map(why_not, part.nodes)
     assert "an expert must fit into one buffer" in why
+
+
+class Mixture(nn.Module):
+    """A router and fused experts, three of which compute each token."""
+
+    def __init__(self, scheme, count):
+        super().__init__()
+        self.router, self.experts = nn.Linear(64, count), experts(scheme, e=count)
+
+    def forward(self, x):
+        shares, chosen = self.router(x).softmax(-1).topk(3)
+        return self.experts(x, chosen, shares)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "count"), [("mxfp4", 40), ("w8a8", 5)])
+def test_a_mixture_is_one_program(scheme, count):
+    torch.manual_seed(1)
+    model = Mixture(scheme, count).eval()
+    x = torch.randn(9, 64)
+    found, expected = torch.compile(model, backend=qcore_vulkan)(x), model(x)
+    assert (found - expected).norm() <= (2e-2 if "a8" in scheme else 1e-4) * expected.norm()
+    explained = graphs.explain(model)
+    assert not explained.host
+    assert explained.submissions == 1
