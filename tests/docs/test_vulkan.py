@@ -26,6 +26,11 @@ REFUSED = {
     "a convolution in channel groups whose weight does not fit into one buffer": replace(
         request("conv2d"), in_channels=1 << 18, out_channels=1 << 18, groups=2
     ),
+    "fp8 activations": request(scheme="wfp8afp8"),
+    "int8 activations with a table": request(scheme="wfp8a16", activation=qcore.DynamicInt8()),
+    "experts, each of which is larger than a buffer of the device": replace(
+        request("grouped_linear"), n=1 << 16, k=1 << 16
+    ),
     "a convolution with a stride, padding or dilation above 65535": replace(request("conv2d"), stride=(1 << 16, 1)),
 }
 ELSEWHERE = {"no loader, no driver, no device with the features that the shaders need"}

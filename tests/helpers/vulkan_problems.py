@@ -78,7 +78,30 @@ def run_embedding(device: Device, problem: Problem) -> Tensor:
     return result.view(*problem.x.shape, r.k)
 
 
-RUN = {"linear": run_linear, "conv2d": run_conv2d, "embedding": run_embedding}
+def run_grouped_linear(device: Device, problem: Problem) -> Tensor:
+    """A problem of experts with rows, on ``device``: their ends and biases are in its memory."""
+    r, (rows, k), ends = problem.request, problem.x.shape, problem.given["offsets"]
+    b = Builder(device)
+    x = bring(b, rows, k, problem.x.dtype)
+    biases = torch.empty(0) if problem.bias is None else problem.bias.float().flatten()
+    beside = torch.cat([ends.view(torch.float32), biases])
+    given = b.input(beside.nbytes)
+    out = b.output(steps.rows_bytes(rows, r.n, r.out_dtype))
+    own = steps.Ends(given, r.experts, problem.bias is not None)
+    y = steps.grouped_linear(b, x, upload(device, problem.weight), own, r.activation, r.out_dtype, out)
+    result = torch.full((rows, r.n), torch.nan, dtype=r.out_dtype)
+    b.program([place(x), Place(given, 1, beside.nbytes, beside.nbytes)], [place(y)]).run(
+        [problem.x.contiguous(), beside], [result]
+    )
+    return result
+
+
+RUN = {
+    "linear": run_linear,
+    "conv2d": run_conv2d,
+    "embedding": run_embedding,
+    "grouped_linear": run_grouped_linear,
+}
 
 
 def drawn(scheme: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, **more) -> Problem:

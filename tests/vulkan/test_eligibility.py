@@ -16,7 +16,12 @@ from qcore_vulkan import device, eligibility, plugin
 from qcore_vulkan.steps import convolution
 
 CPU = torch.device("cpu")
-KERNELS = {"linear": plugin.qcore_linear, "conv2d": plugin.qcore_conv2d, "embedding": plugin.qcore_embedding}
+KERNELS = {
+    "linear": plugin.qcore_linear,
+    "conv2d": plugin.qcore_conv2d,
+    "embedding": plugin.qcore_embedding,
+    "grouped_linear": plugin.qcore_grouped_linear,
+}
 
 
 def request_of(contract: str, scheme: str, n: int = 24, k: int = 96):
@@ -40,7 +45,8 @@ def is_served(request) -> bool:
 @pytest.mark.parametrize("contract", KERNELS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_served(contract, scheme):
-    if contract != "embedding" or "a16" in scheme:  # indices are not quantized
+    # Indices are not quantized, and experts return floats.
+    if contract in ("linear", "conv2d") or "a16" in scheme or (contract == "grouped_linear" and "-o8" not in scheme):
         assert is_served(request_of(contract, scheme))
 
 

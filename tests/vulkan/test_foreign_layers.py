@@ -3,7 +3,7 @@
 import pytest
 from foreign_layers import ONE_OF_EACH, check_runs_on
 
-REFUSED = {"bnb_nf4", "modelopt_nvfp4", "fp8_block_ragged"}
+REFUSED = {"fp8_block_ragged"}
 
 
 @pytest.mark.parametrize("case", sorted(ONE_OF_EACH))

@@ -11,12 +11,7 @@ import qcore
 from qcore import graphs
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Block(nn.Module):

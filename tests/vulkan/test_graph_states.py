@@ -15,12 +15,7 @@ from qcore import graphs
 from qcore_vulkan.graphs import states
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 SHARED = torch.zeros(8)

@@ -18,12 +18,7 @@ from qcore_vulkan.graphs.backend import qcore_vulkan
 
 PYPROJECT = Path(__file__).parents[2] / "plugins/vulkan/pyproject.toml"
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def test_torch_finds_it_by_name():

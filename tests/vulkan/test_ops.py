@@ -9,7 +9,7 @@ from torch import nn
 
 import qcore
 from qcore.errors import FormatError
-from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
+from qcore.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from qcore_vulkan import device, ops
 
 torch.manual_seed(0)
@@ -79,11 +79,26 @@ def table():
         return QuantizedEmbedding.from_float(nn.Embedding(20, 64), "w4a16-g32")
 
 
+class Experts(nn.Module):
+    """Three experts with a third of the rows each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        with qcore.using("vulkan"):
+            layer = QuantizedGroupedLinear.from_float(torch.randn(3, 16, 64), "w8a8", bias=torch.randn(3, 16))
+        self.layer = layer.requires_grad_(False)
+
+    def forward(self, x):
+        return self.layer(x, torch.arange(1, 4, dtype=torch.int32) * x.shape[0] // 3)
+
+
 CALLS = {
     "linear_a16": (linear, lambda n: torch.randn(n, 64)),
     "linear_a8": (lambda: linear("w4a8-g32-aasym"), lambda n: torch.randn(n, 64)),
     "conv2d": (conv, lambda n: torch.randn(n, 4, 7, 6)),
     "embedding": (table, lambda n: torch.randint(0, 20, (n, 3))),
+    "grouped_linear": (Experts, lambda n: torch.randn(n, 64)),
 }
 
 
@@ -180,7 +195,9 @@ torchs_own = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 @torchs_own
 def test_gradients_in_one_graph_and_with_the_right_format():
     # The forward passes of these are the same op: a graph must not serve a weight of another format.
-    for scheme in ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16"):
+    schemes = ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16")
+    for scheme in (*schemes, "wfp8_e5m2a16", "wfp8a16-g32-e8m0", "wfp8a16-g16-e4m3"):
+        torch._dynamo.reset()
         with qcore.using("vulkan", strict=True):
             model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 7))
             qcore.quantize_(model, scheme)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
+from torch import nn
 from vulkan_problems import assert_right, bring, drawn, place, run_conv2d, run_linear, vulkan  # noqa: F401
 
 import qcore
@@ -278,3 +279,30 @@ def test_rows_that_their_kernel_takes(rich):
     assert first(rich, "gemm_int", 1, "int8", torch.float32).variant == "gemv_digits_dot"
     small = replace(rich, limits=replace(rich.limits, shared_memory=4096))
     assert next(selection.candidates(small, one)).variant != "gemv_row_dot"
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_compiled_models_ask_for_the_bits_they_have(vulkan, monkeypatch, dtype):  # noqa: F811
+    asked = []
+
+    def kernel(problem):
+        asked.append(problem)
+        return SharedFloat(SMALL, experts=problem.experts)
+
+    only(monkeypatch, vulkan, kernel)
+    torch.manual_seed(0)
+    images, tokens, ends = torch.randn(1, 8, 5, 5), torch.randn(9, 64), torch.tensor([4, 9], dtype=torch.int32)
+    experts = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(2, 20, 64).to(dtype), "w8a16")
+    plain = [(nn.Conv2d(8, 16, 3), images), (nn.Conv2d(8, 16, 1), images), (nn.Linear(64, 24), tokens)]
+    models = [(nn.Sequential(layer).to(dtype), x) for layer, x in plain]
+    for model, _ in models:
+        qcore.quantize_(model, "w8a16")
+    for model, x, *rest in (*models, (experts, tokens, ends)):
+        found = torch.compile(model, backend="qcore_vulkan")(x.to(dtype), *rest)
+        with qcore.using("torch"):
+            expected = model(x.to(dtype), *rest)
+        assert (found.double() - expected.double()).norm() <= 1e-2 * expected.double().norm()
+        assert {problem.coarse for problem in asked} == {dtype != torch.float32}
+        asked.clear()

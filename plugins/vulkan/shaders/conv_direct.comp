@@ -11,6 +11,7 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 4) const uint BITS = 8u;
 layout(constant_id = 6) const uint WIDE = 1u;
 layout(constant_id = 5) const uint QUANTIZED = 0u;  // whether activations are int8 codes
+layout(constant_id = 7) const uint VALUES = 0u;  // of a table that codes index; 0: they are integers
 
 #define PUSH_MORE \
     uint columns;   /* output channels of all channel groups */ \
@@ -29,6 +30,7 @@ layout(constant_id = 5) const uint QUANTIZED = 0u;  // whether activations are i
 layout(binding = 1) readonly buffer Codes { uint codes[]; };
 layout(binding = 2) readonly buffer Scale { float scale[]; };
 layout(binding = 3) readonly buffer Zero { uint zero_bits[]; };
+layout(binding = 4) readonly buffer Table { float table[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };
 
 // Stored codes of four columns: word i of group g of row n of the weight.
@@ -36,7 +38,10 @@ ivec4 weight_codes(uint n, uint g, uint i) {
     const uint vectors = BITS / 4u;
     uint block = g * push.blocks + i / 8u;
     uint vector = ((n / 8u) * push.groups * push.blocks + block) * vectors * 8u + n % 8u;
-    if (BITS == 8u) return unpack_bytes(codes[(vector + (i % 8u) / 4u * 8u) * 4u + i % 4u]);
+    if (BITS == 8u) {
+        uint word = codes[(vector + (i % 8u) / 4u * 8u) * 4u + i % 4u];
+        return VALUES != 0u ? ivec4(unpack_unsigned(word)) : unpack_bytes(word);
+    }
     uint word = codes[vector * 4u + (i % 8u) / 2u];
     return ivec4(unpack_unsigned((i % 2u == 0u ? word : word >> 4) & 0x0f0f0f0fu));
 }
@@ -73,8 +78,10 @@ float int_group(Origin o, uint n, uint g, vec2 row, float s, ZeroPoint zero) {
 float float_group(Origin o, uint n, uint g, float s, ZeroPoint zero) {
     vec4 sum = vec4(0.0);
     for (uint i = 0u; i < words_of(g); ++i) {
-        vec4 w = vec4(weight_codes(n, g, i) - zero.subtracted) * s + zero.added;
-        sum += read_columns(o, g, i * 4u, 0.0) * w;
+        ivec4 u = weight_codes(n, g, i);
+        vec4 w = vec4(u - zero.subtracted);
+        if (VALUES != 0u) w = vec4(table[u.x], table[u.y], table[u.z], table[u.w]);
+        sum += read_columns(o, g, i * 4u, 0.0) * (w * s + zero.added);
     }
     return sum.x + sum.y + sum.z + sum.w;
 }

@@ -9,6 +9,7 @@
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint BITS = 8u;
 layout(constant_id = 2) const uint WIDE = 1u;
+layout(constant_id = 3) const uint VALUES = 0u;  // of a table that codes index; 0: they are integers
 
 #include "formats.glsl"
 #include "result.glsl"
@@ -32,13 +33,21 @@ layout(push_constant) uniform Push {
 layout(binding = 0) readonly buffer Codes { uint codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
+layout(binding = 3) readonly buffer Table { float table[]; };
 layout(binding = 4) readonly buffer Indices { uint indices[]; };
 
+// Four codes, a byte each, as numbers without their scale.
+vec4 four_numbers(uint word, ZeroPoint zero) {
+    uvec4 u = unpack_unsigned(word);
+    if (VALUES != 0u) return vec4(table[u.x], table[u.y], table[u.z], table[u.w]);
+    return vec4((BITS == 8u ? unpack_bytes(word) : ivec4(u)) - zero.subtracted);
+}
+
 // Four values of a group from column `offset` on; columns of padding are not written.
-void store_four(uint row, uint g, uint offset, ivec4 u, float s, ZeroPoint zero) {
+void store_four(uint row, uint g, uint offset, uint u, float s, ZeroPoint zero) {
     uint end = min(push.group, push.k - g * push.group);
     uint place = row * push.pitch + g * push.group + offset;
-    vec4 w = vec4(u - zero.subtracted) * s + zero.added;
+    vec4 w = four_numbers(u, zero) * s + zero.added;
     for (uint e = 0u; e < 4u; ++e) {
         if (offset + e < end) store_float(place + e, w[e], push.out_dtype);
     }
@@ -63,9 +72,9 @@ void main() {
     float s = scale[parameter];
     ZeroPoint zero = zero_point(zero_bits[parameter], push.zero_kind);
     if (BITS == 8u) {
-        store_four(row, g, offset, unpack_bytes(code), s, zero);
+        store_four(row, g, offset, code, s, zero);
     } else {
-        store_four(row, g, offset, ivec4(unpack_unsigned(code & 0x0f0f0f0fu)), s, zero);
-        store_four(row, g, offset + 4u, ivec4(unpack_unsigned((code >> 4) & 0x0f0f0f0fu)), s, zero);
+        store_four(row, g, offset, code & 0x0f0f0f0fu, s, zero);
+        store_four(row, g, offset + 4u, (code >> 4) & 0x0f0f0f0fu, s, zero);
     }
 }

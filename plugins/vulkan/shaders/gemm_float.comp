@@ -1,4 +1,5 @@
-// y = x W^T with float activations on any device: weights become w = (u - z') s + b, products and sums are float32.
+// y = x W^T with float activations on any device: weights become w = (u - z') s + b, with a table of values w = v[u] s + b;
+// products and sums are float32.
 //
 // A lane computes TM x TN results (see tile.glsl) in registers, straight from global memory: no lane waits for another,
 // and there are no barriers. Sums of 16 products are added to the total, so that rounding errors stay small for long
@@ -15,6 +16,7 @@
 #include "formats.glsl"
 #include "tile.glsl"
 
+layout(binding = 3) readonly buffer Table { float table[]; };
 layout(binding = 4) readonly buffer Activations { VECTOR activations[]; };
 
 float part[TM * TN];  // sums of the current 16 columns
@@ -24,8 +26,15 @@ void multiply(uint word[TN], uint row[TM], uint place, float s[TN], ZeroPoint ze
     vec4 x[TM];
     [[unroll]] for (uint i = 0u; i < TM; ++i) x[i] = uintBitsToFloat(words_of(activations[row[i] + place]));
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
-        ivec4 u = BITS == 4u ? ivec4(unpack_unsigned(word[j])) : unpack_bytes(word[j]);
-        vec4 w = fma(vec4(u - zero[j].subtracted), vec4(s[j]), vec4(zero[j].added));
+        vec4 w;
+        if (VALUES != 0u) {
+            uvec4 u = unpack_unsigned(word[j]);
+            w = vec4(table[u.x], table[u.y], table[u.z], table[u.w]);
+        } else {
+            ivec4 u = BITS == 4u ? ivec4(unpack_unsigned(word[j])) : unpack_bytes(word[j]);
+            w = vec4(u - zero[j].subtracted);
+        }
+        w = fma(w, vec4(s[j]), vec4(zero[j].added));
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
             float sum = part[i * TN + j];
             part[i * TN + j] = fma(x[i].w, w.w, fma(x[i].z, w.z, fma(x[i].y, w.y, fma(x[i].x, w.x, sum))));
@@ -45,6 +54,7 @@ void multiply_step(uint step, uint column[TN], uint row[TM], float s[TN], ZeroPo
 }
 
 void main() {
+    if (!begin_tile()) return;
     uint column[TN];
     uint row[TM];
     float y[TM * TN];

@@ -1,11 +1,11 @@
-// GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, int4 or int8 weights.
+// GEMM in float32 for GPUs without matrix units: y = x W^T, float activations, weights of 4 or 8 bits.
 //
 // A workgroup computes BM x BN results and an invocation TM x TN of them, in runs of four rows and four columns. Grid:
-// x tiles of rows, y tiles of columns; each workgroup covers all of K.
+// x tiles of rows, y tiles of columns; each workgroup covers all of K. With EXPERTS a tile has rows of one expert.
 //
 // Memory: each step loads BK columns of k of both operands from global memory to registers, and writes them to one of
 // two buffers in shared memory while the other is multiplied. Weights are dequantized on their way there, as
-// (q - z) * s in float32; both tiles are stored by columns of k, so that an invocation reads the TM + TN values of one
+// (q - z) * s, or v[q] * s of a table, in float32; both tiles are stored by columns of k, so that an invocation reads the TM + TN values of one
 // k as vectors of four. Codes less zero points are exact; products are fused multiply-adds in float32.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -22,6 +22,8 @@ layout(constant_id = 4) const uint TN = 8u;
 layout(constant_id = 5) const uint BITS = 4u;
 layout(constant_id = 6) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
 layout(constant_id = 7) const uint HALF = 1u;  // 16 columns of k in a tile, else 32
+layout(constant_id = 8) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 9) const uint VALUES = 0u;   // of a table that codes index; 0: they are integers
 layout(local_size_x_id = 0) in;
 
 const uint BK = 32u >> HALF;
@@ -37,16 +39,21 @@ layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column;
     uint stride;  // vec4 from one row of x to the next
+    uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
 };
 
 layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };           // [M][stride]
 layout(set = 0, binding = 1) readonly buffer W { uint w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 4) readonly buffer Table { float table[]; };
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+
+#include "gpu_experts.glsl"
 
 shared vec4 a_tile[2u * BK * A_ROW];  // [buffer][k][row]
 shared vec4 b_tile[2u * BK * B_ROW];  // [buffer][k][column]
+shared float values[VALUES + 1u];     // of the table
 
 // The next step's operands in registers: fours of columns of x; eights of codes with their scale and zero point.
 vec4 a_next[A_LOADS];
@@ -59,11 +66,11 @@ uint zero_next[B_LOADS];
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        a_next[i] = x[min(row0 + t % BM, m - 1u) * stride + step * BK / 4u + min(t / BM, BK / 4u - 1u)];
+        a_next[i] = x[min(row0 + t % BM, tile.end - 1u) * stride + step * BK / 4u + min(t / BM, BK / 4u - 1u)];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        uint n_ = min(col0 + t % BN, np - 1u);
+        uint n_ = weight_row(col0 + t % BN);
         uint k8 = step * BK / 8u + min(t / BN, BK / 8u - 1u);  // which eight codes
         uint at = ((n_ >> 3) * blocks + k8 / 4u) * P * 8u;
         // Eight int4 codes are one word of a block's vector, eight int8 codes two words of one of its two vectors.
@@ -88,13 +95,15 @@ float placed(uint v, uint byte) {
 void store_weights(uint at, uint i) {
     // Codes as unsigned bytes: of int4 the low nibbles are the first four k, of int8 a flipped sign bit adds 128.
     uvec2 bytes = BITS == 4u ? uvec2(b_next[i].x & 0x0F0F0F0Fu, (b_next[i].x >> 4) & 0x0F0F0F0Fu)
-                             : b_next[i] ^ 0x80808080u;
+                             : VALUES != 0u ? b_next[i] : b_next[i] ^ 0x80808080u;
     float z = ZERO == 1u ? float(int(zero_next[i])) : (BITS == 4u ? 8.0 : 0.0);
     // One exact subtraction takes off 2^23, the 128 of int8 and an integer zero point; the scale then rounds once.
     float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
     float more = ZERO == 2u ? uintBitsToFloat(zero_next[i]) : 0.0;
     [[unroll]] for (uint k = 0u; k < 8u; ++k) {
-        float value = (placed(k < 4u ? bytes.x : bytes.y, k % 4u) - less) * scale_next[i];
+        uint four = k < 4u ? bytes.x : bytes.y;
+        float number = VALUES != 0u ? values[bitfieldExtract(four, int(k % 4u * 8u), 8)] : placed(four, k % 4u) - less;
+        float value = number * scale_next[i];
         b_tile[at / 4u + k * B_ROW][at % 4u] = ZERO == 2u ? value + more : value;
     }
 }
@@ -130,14 +139,19 @@ void multiply(uint a_at, uint b_at) {
 }
 
 void main() {
-    uint row0 = gl_WorkGroupID.x * BM;
     uint col0 = gl_WorkGroupID.y * BN;
+    if (!begin_tile(gl_WorkGroupID.x, BM, col0, BN, LANES)) return;
+    uint row0 = tile.first;
     uint lx = gl_LocalInvocationIndex % LX;
     uint ly = gl_LocalInvocationIndex / LX;
     uint steps = blocks << HALF;
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) total[i] = 0.0;
-    // 1. The first tile fills buffer 0; nothing overlaps with it.
+    // 1. The first tile fills buffer 0; nothing overlaps with it. Codes of a table wait for its values in shared memory.
     load_tiles(row0, col0, 0u);
+    if (VALUES != 0u) {
+        for (uint t = gl_LocalInvocationIndex; t < VALUES; t += LANES) values[t] = table[t];
+        barrier();
+    }
     store_tiles(0u);
     barrier();
     for (uint step = 0u; step < steps; ++step) {
@@ -159,10 +173,8 @@ void main() {
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint m_ = row0 + (i / 4u * LY + ly) * 4u + i % 4u;
             uint n_ = col0 + (j / 4u * LX + lx) * 4u + j % 4u;
-            if (m_ < m && n_ < n) {
-                float value = total[i * TN + j] + (biased != 0u ? bias[column + n_] : 0.0);
-                write_result(m_ * pitch + column + n_, value, dtype);
-            }
+            if (m_ < tile.end && n_ < n)
+                write_result(m_ * pitch + column + n_, total[i * TN + j] + bias_of(n_), dtype);
         }
     }
 }

@@ -40,6 +40,7 @@ void multiply(uint step, uint column[TN], uint row[TM]) {
 }
 
 void main() {
+    if (!begin_tile()) return;
     uint column[TN];
     uint row[TM];
     int x_zero[TM];

@@ -1,7 +1,8 @@
 // GEMM by integer dot products for GPUs: y = x W^T, int8 activations, int8 or int4 weights.
 //
 // A workgroup computes BM x BN results, an invocation TM x TN of them, strided by the shape of the workgroup so that
-// neighbours read different banks. Grid: x tiles of rows, y tiles of columns; each workgroup covers all of K.
+// neighbours read different banks. Grid: x tiles of rows, y tiles of columns; each workgroup covers all of K. With
+// EXPERTS a tile has rows of one expert.
 //
 // Memory: each step loads KB blocks of both operands from global memory to registers and writes them as signed bytes to
 // one of two buffers in shared memory while the other is multiplied.
@@ -25,6 +26,7 @@ layout(constant_id = 5) const uint TN = 8u;
 layout(constant_id = 6) const uint BITS = 4u;
 layout(constant_id = 7) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
 layout(constant_id = 8) const uint GROUPED = 1u;
+layout(constant_id = 9) const uint EXPERTS = 0u;  // whether rows are sorted by expert
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -40,6 +42,7 @@ layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
     uint pitch, dtype, biased, column, groups;
     uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
+    uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };             // [M][blocks * 2]
@@ -49,6 +52,8 @@ layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };        // [G
 layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };   // scales [M], zero points [M], sums [M][G]
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
+
+#include "gpu_experts.glsl"
 
 shared uvec4 a_tile[2u * BM * ROW];  // [buffer][row][16 columns]
 shared uvec4 b_tile[2u * BN * ROW];
@@ -71,13 +76,13 @@ void b_place(uint i, out uint row, out uint block, out uint part) {
 void load_tiles(uint row0, uint col0, uint step) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        uint row = min(row0 + t / (KB * 2u), m - 1u);
+        uint row = min(row0 + t / (KB * 2u), tile.end - 1u);
         a_next[i] = x[row * blocks * 2u + min(step * KB * 2u + t % (KB * 2u), blocks * 2u - 1u)];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint row, block, part;
         b_place(gl_LocalInvocationIndex + i * LANES, row, block, part);
-        uint n_ = min(col0 + row, np - 1u);
+        uint n_ = weight_row(col0 + row);
         block = min(step * KB + block, blocks - 1u);
         b_next[i] = w[((n_ >> 3) * blocks + block) * P * 8u + part * 8u + (n_ & 7u)];
         if (ZERO == 1u && BITS == 4u) zero_next[i] = zero[block / group_blocks * np + n_];
@@ -140,9 +145,9 @@ void multiply(uint a_at, uint b_at) {
 void scale_group(uint row0, uint col0, uint group) {
     int x_sum[TM];
     [[unroll]] for (uint i = 0u; i < TM; ++i)
-        x_sum[i] = SUMMED ? int(x_token[x_sums + min(row0 + i * LY, m - 1u) * groups + group]) : 0;
+        x_sum[i] = SUMMED ? int(x_token[x_sums + min(row0 + i * LY, tile.end - 1u) * groups + group]) : 0;
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
-        uint at = group * np + min(col0 + j * LX, np - 1u);
+        uint at = group * np + weight_row(col0 + j * LX);
         float s = scale[at];
         uint z = SUMMED ? zero[at] : 0u;
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
@@ -158,14 +163,14 @@ void scale_group(uint row0, uint col0, uint group) {
 
 // Zero point and scale of the row of x, then the bias.
 float finish(uint m_, uint n_, float value) {
-    if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
-    value *= uintBitsToFloat(x_token[m_]);
-    return biased != 0u ? value + bias[column + n_] : value;
+    if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[weight_first + n_];
+    return value * uintBitsToFloat(x_token[m_]) + bias_of(n_);
 }
 
 void main() {
-    uint row0 = gl_WorkGroupID.x * BM;
     uint col0 = gl_WorkGroupID.y * BN;
+    if (!begin_tile(gl_WorkGroupID.x, BM, col0, BN, LANES)) return;
+    uint row0 = tile.first;
     uint lx = gl_LocalInvocationIndex % LX;
     uint ly = gl_LocalInvocationIndex / LX;
     uint steps = (blocks + KB - 1u) / KB;
@@ -205,7 +210,7 @@ void main() {
         [[unroll]] for (uint j = 0u; j < TN; ++j) {
             uint m_ = row0 + ly + i * LY;
             uint n_ = col0 + lx + j * LX;
-            if (m_ < m && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, total[i * TN + j]), dtype);
+            if (m_ < tile.end && n_ < n) write_result(m_ * pitch + column + n_, finish(m_, n_, total[i * TN + j]), dtype);
         }
     }
 }

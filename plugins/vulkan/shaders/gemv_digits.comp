@@ -4,7 +4,8 @@
 // one power of two per chunk of blocks: three hold 16-bit floats, four float32. A lane owns one row of each of R row
 // groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128 contiguous bytes of the weight.
 //
-// Grid: x, folded into y, tiles of 8 R rows of the weight; z tiles of MT rows of x. A workgroup covers all of K.
+// Grid: x, folded into y, tiles of 8 R rows of the weight; z tiles of MT rows of x, with EXPERTS of one expert each. A
+// workgroup covers all of K.
 //
 // Memory: weights go from global memory to registers (`v`), UNROLL chunks in flight; x is read from global memory at
 // its use, since every workgroup reads the same few rows and finds them in a cache. Shared memory holds partial sums
@@ -31,6 +32,7 @@ layout(constant_id = 5) const uint ZERO = 0u;    // 0 none (int4: 8), 1 integer,
 layout(constant_id = 6) const uint UNROLL = 2u;  // chunks in flight
 layout(constant_id = 7) const uint SUBGROUP = 32u;
 layout(constant_id = 8) const uint CHUNK = 1u;  // blocks with scales in common; divides the blocks of a group
+layout(constant_id = 9) const uint EXPERTS = 0u;  // whether rows are sorted by expert
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -40,6 +42,7 @@ layout(push_constant) uniform Push {
     float groups_per_block;
     uint pitch, dtype, biased;
     uint column, asymmetric, x_zero;  // first column of the result; whether x has zero points, and where in x_token
+    uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
 };
 
 layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][blocks][DIGITS][2]
@@ -51,6 +54,8 @@ layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };  // sca
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer Sums { float row_sum[]; };  // [NP] of the dequantized weight
 layout(set = 0, binding = 7) readonly buffer Rest { vec4 rest[]; };      // [M][blocks][8], see gemv_split
+
+#include "gpu_experts.glsl"
 
 shared float partial[LANES / SUBGROUP * R * MT * 8u];
 
@@ -95,7 +100,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
         [[unroll]] for (uint r = 0u; r < R; ++r)
             codes[r] = bytes(v[from + r * P], v[from + r * P + P - 1u], half_ % 2u);
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
-            uint at = (min(row0 + m_, m - 1u) * blocks + chunk * CHUNK + c) * DIGITS * 2u + half_ % 2u;
+            uint at = (min(row0 + m_, tile.end - 1u) * blocks + chunk * CHUNK + c) * DIGITS * 2u + half_ % 2u;
             [[unroll]] for (uint d = 0u; d < DIGITS; ++d) {
                 uvec4 digits = x[at + 2u * d];
                 // Sums of the codes of x, by which zero points are corrected; gemv_split brings those of digits.
@@ -106,7 +111,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
     }
     // 3. The chunk's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
     [[unroll]] for (uint r = 0u; r < R; ++r) {
-        uint at = group * np + min(n0 + r * 8u, np - 1u);
+        uint at = group * np + weight_row(n0 + r * 8u);
         float s = scale[at];
         int z = ZERO == 1u ? int(zero[at]) : (BITS == 4u ? 8 : 0);
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
@@ -116,7 +121,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
                 value = float(sums[i] - z * ones[m_]);
                 total = float(ones[m_]);
             } else {
-                uvec4 k = x_block[min(row0 + m_, m - 1u) * (blocks / CHUNK) + chunk];
+                uvec4 k = x_block[min(row0 + m_, tile.end - 1u) * (blocks / CHUNK) + chunk];
                 int low = sums[i] + 256 * sums[i + 1u];
                 int high = DIGITS == 3u ? sums[i + DIGITS - 1u] : 0;
                 if (DIGITS == 4u) high = sums[i + DIGITS - 2u] + 256 * sums[i + DIGITS - 1u];
@@ -159,20 +164,21 @@ void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) 
 // Scale and zero point of the row of x (int8 activations), then the bias.
 float finish(uint m_, uint n_, float value) {
     if (DIGITS == 1u) {
-        if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[n_];
+        if (asymmetric != 0u) value -= float(int(x_token[x_zero + m_])) * row_sum[weight_first + n_];
         value *= uintBitsToFloat(x_token[m_]);
     }
-    return biased != 0u ? value + bias[column + n_] : value;
+    return value + bias_of(n_);
 }
 
 void main() {
     uint lane = gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
-    uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
-    uint row0 = gl_WorkGroupID.z * MT;
-    if (tile * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
+    uint columns = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
+    if (columns * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
+    if (!begin_tile(gl_WorkGroupID.z, MT, columns * R * 8u, R * 8u, LANES)) return;
+    uint row0 = tile.first;
     // 1. Lanes 8 i ... 8 i + 7 share a chunk and have one row each of every row group.
     uint row = lane & 7u;
-    uint n0 = tile * R * 8u + row;
+    uint n0 = columns * R * 8u + row;
     uint stride = LANES / 8u;
     [[unroll]] for (uint i = 0u; i < R * MT; ++i) acc[i] = 0.0;
     uint chunks = blocks / CHUNK;
@@ -182,7 +188,7 @@ void main() {
         [[unroll]] for (uint c = 0u; c < UNROLL * CHUNK; ++c) {
             uint at = min(chunk + c / CHUNK * stride, chunks - 1u) * CHUNK + c % CHUNK;
             [[unroll]] for (uint r = 0u; r < R; ++r) {
-                uint base = (min(tile * R + r, np / 8u - 1u) * blocks + at) * P * 8u + row;
+                uint base = ((weight_row((columns * R + r) * 8u) >> 3) * blocks + at) * P * 8u + row;
                 [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
             }
         }
@@ -194,11 +200,11 @@ void main() {
     // 4. A second pass over the chunks that gemv_split marked, if this lane has met any.
     for (uint chunk = lane >> 3; marked != 0u && chunk < chunks; chunk += stride) {
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
-            uint row_of_x = min(row0 + m_, m - 1u);
+            uint row_of_x = min(row0 + m_, tile.end - 1u);
             if (x_block[row_of_x * chunks + chunk].w == 0u) continue;
             for (uint block = chunk * CHUNK; block < (chunk + 1u) * CHUNK; ++block) {
                 [[unroll]] for (uint r = 0u; r < R; ++r) {
-                    uint rows_ = min(tile * R + r, np / 8u - 1u);
+                    uint rows_ = weight_row((columns * R + r) * 8u) >> 3;
                     add_rest(block, r, m_, row_of_x, (rows_ * blocks + block) * P * 8u + row, rows_ * 8u + row);
                 }
             }
@@ -214,10 +220,10 @@ void main() {
     barrier();
     for (uint t = lane; t < R * MT * 8u; t += LANES) {
         uint i = t / 8u;
-        uint column_ = (tile * R + i / MT) * 8u + t % 8u;
+        uint column_ = (columns * R + i / MT) * 8u + t % 8u;
         uint m_ = row0 + i % MT;
         float value = 0.0;
         [[unroll]] for (uint s = 0u; s < LANES / SUBGROUP; ++s) value += partial[s * R * MT * 8u + t];
-        if (column_ < n && m_ < m) write_result(m_ * pitch + column + column_, finish(m_, column_, value), dtype);
+        if (column_ < n && m_ < tile.end) write_result(m_ * pitch + column + column_, finish(m_, column_, value), dtype);
     }
 }

@@ -1,5 +1,6 @@
 // GEMV for GPUs, y = x W^T for one row of float32 x, in a single step: x is used as it is (CODES = 0), or every workgroup
-// quantizes it for itself (CODES = 1), symmetrically, to the codes and the scale that quantize.comp finds.
+// quantizes it for itself (CODES = 1), symmetrically, to the codes and the scale that quantize.comp finds. Weights of a
+// table are read with the table in shared memory.
 //
 // A lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th block of 32 columns, so that eight lanes
 // read 128 contiguous bytes of the weight. Grid: x, folded into y, tiles of 8 R rows of the weight.
@@ -25,6 +26,7 @@ layout(constant_id = 4) const uint UNROLL = 2u;  // blocks in flight
 layout(constant_id = 5) const uint SUBGROUP = 32u;
 layout(constant_id = 6) const uint CODES = 0u;
 layout(constant_id = 7) const uint SIXTEENS = 1u;  // of columns of x whose codes are in shared memory
+layout(constant_id = 8) const uint VALUES = 0u;    // of a table that codes index; 0: they are integers. With CODES = 0
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -40,11 +42,13 @@ layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };  // [blocks][8]
 layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 4) readonly buffer Table { float table[]; };
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 
 shared float partial[SUBGROUPS * R * 8u];
 shared uint largest[SUBGROUPS];
 shared uvec4 codes[SIXTEENS];  // of x
+shared float values[VALUES + 1u];  // of the table
 
 uint lane() {
     return gl_SubgroupID * SUBGROUP + gl_SubgroupInvocationID;
@@ -60,8 +64,13 @@ uvec4 bytes(uint from, uint h) {
     return uvec4(one.x & 0x0F0F0F0Fu, (one.x >> 4) & 0x0F0F0F0Fu, one.y & 0x0F0F0F0Fu, (one.y >> 4) & 0x0F0F0F0Fu);
 }
 
-// Four codes less z as floats: 2^23 + u is u below the bits of 2^23, which spares conversions of integers.
+// Four codes less z as floats: 2^23 + u is u below the bits of 2^23, which spares conversions of integers. Or their values
+// in the table.
 vec4 floats(uint four, float z) {
+    if (VALUES != 0u) {
+        uvec4 u = unpack_unsigned(four);
+        return vec4(values[u.x], values[u.y], values[u.z], values[u.w]);
+    }
     uint u = BITS == 8u ? four ^ 0x80808080u : four;
     float less = 8388608.0 + (BITS == 8u ? 128.0 : 0.0) + z;
     uvec4 one = uvec4(u & 0xffu, (u >> 8) & 0xffu, (u >> 16) & 0xffu, u >> 24);
@@ -160,6 +169,10 @@ void main() {
     [[unroll]] for (uint i = 0u; i < R; ++i) acc[i] = 0.0;
     // 1. The first weights are on their way while x is quantized: its scale, which all lanes find together, its codes.
     load(tile, lane() >> 3);
+    if (VALUES != 0u) {
+        for (uint t = lane(); t < VALUES; t += LANES) values[t] = table[t];
+        barrier();
+    }
     float factor = 1.0;
     if (CODES != 0u) {
         factor = row_scale();

@@ -3,13 +3,16 @@
 // and subgroups it is correct on any device.
 //
 // Grid: x tiles of columns, y tiles of rows, z channel groups of a convolution, each with its own rows of x and of the
-// weight. Sizes are those of `layout.Geometry`; a column is a row of the weight.
+// weight; with EXPERTS each tile of rows has its own rows of the weight. Sizes are those of `layout.Geometry`; a column
+// is a row of the weight.
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 1) const uint TM = 4u;
 layout(constant_id = 2) const uint TN = 4u;
 layout(constant_id = 3) const uint BITS = 8u;
 layout(constant_id = 4) const uint WIDE = 1u;  // whether results are float32
+layout(constant_id = 5) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 6) const uint VALUES = 0u;   // of a table that codes index; 0: they are integers
 
 #include "result.glsl"
 #include "zero.glsl"
@@ -28,7 +31,9 @@ layout(push_constant) uniform Push {
     uint has_bias;
     uint all_rows;    // int8: rows of x of all channel groups, where zero points and sums begin
     uint has_sums;    // int8: activations have a zero point
+    uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
 } push;
+#define PUSH(name) push.name
 
 #include "words.glsl"
 
@@ -37,6 +42,9 @@ layout(binding = 0) readonly buffer HalfCodes { HALF_VECTOR half_codes[]; };
 layout(binding = 1) readonly buffer Scale { float scale[]; };
 layout(binding = 2) readonly buffer Zero { uint zero_bits[]; };
 layout(binding = 6) readonly buffer Bias { float bias[]; };
+layout(binding = 6) readonly buffer Ends { int ends[]; };  // before the biases
+
+#include "experts.glsl"
 
 // Steps of 16 k in a block of 32: a lane takes one of each of its rows and columns at a time.
 const uint STEPS = 2u;
@@ -45,9 +53,32 @@ uint first_column() {
     return gl_WorkGroupID.x * gl_WorkGroupSize.x * TN + gl_LocalInvocationID.x;
 }
 
+RowTile tile;       // the tile's rows, within a channel group
+uint weight_first;  // the first row of the weight of the channel group or expert
+
+// Finds the tile. Returns whether there are products to compute: rows of no expert get their zeros here.
+bool begin_tile() {
+    tile = row_tile(gl_WorkGroupID.y, TM, push.rows);
+    weight_first = gl_WorkGroupID.z * push.columns;
+    if (EXPERTS == 0u) return true;
+    weight_first = weight_start(tile.expert, push.columns);
+    if (tile.expert < push.expert_first + push.expert_count) return tile.first < tile.end;
+    for (uint m = tile.first; m < tile.end; ++m) {
+        for (uint j = 0u; j < TN; ++j) {
+            uint n = first_column() + j * gl_WorkGroupSize.x;
+            if (n < push.columns) store_float(m * push.pitch + n, 0.0, push.out_dtype);
+        }
+    }
+    return false;
+}
+
+uint own_column(uint j) {
+    return min(first_column() + j * gl_WorkGroupSize.x, push.columns - 1u);
+}
+
 // The row of the weight for column j of the lane; columns beyond the last compute the last one again.
 uint weight_row(uint j) {
-    return gl_WorkGroupID.z * push.columns + min(first_column() + j * gl_WorkGroupSize.x, push.columns - 1u);
+    return weight_first + own_column(j);
 }
 
 // Where the vectors of a row of the weight begin; they lie 8 apart.
@@ -65,16 +96,17 @@ uvec4 weight_words(uint first, uint step) {
 
 // The row of x for row i of the lane.
 uint activation_row(uint i) {
-    return gl_WorkGroupID.z * push.rows + min(gl_WorkGroupID.y * TM + i, push.rows - 1u);
+    return gl_WorkGroupID.z * push.rows + min(tile.first + i, tile.end - 1u);
 }
 
 float bias_of(uint j) {
-    return push.has_bias != 0u ? bias[push.first + weight_row(j)] : 0.0;
+    if (push.has_bias == 0u) return 0.0;
+    return bias[EXPERTS == 0u ? push.first + weight_row(j) : bias_start(tile.expert, push.columns) + own_column(j)];
 }
 
 void store(uint i, uint j, float y) {
-    uint m = gl_WorkGroupID.y * TM + i;
+    uint m = tile.first + i;
     uint n = first_column() + j * gl_WorkGroupSize.x;
-    if (m >= push.rows || n >= push.columns) return;
+    if (m >= tile.end || n >= push.columns) return;
     store_float(m * push.pitch + gl_WorkGroupID.z * push.columns + push.first + n, y, push.out_dtype);
 }

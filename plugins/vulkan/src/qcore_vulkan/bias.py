@@ -31,19 +31,19 @@ class _Known:
 
 
 class Biases:
-    """The last few biases ``(n,)`` used with a weight.
+    """The last few biases of ``shape`` used with a weight: ``(n,)``, with experts ``(experts, n)``.
 
     They are compared by value, which takes a microsecond: a tensor's identity and version do not reveal writes through
     ``.data``, and in a graph each call has a new tensor. Threads need no lock: two that use the same new bias at once
     upload it twice.
     """
 
-    def __init__(self, device: Device, n: int) -> None:
-        self._device, self._shape = device, torch.Size((n,))
+    def __init__(self, device: Device, *shape: int) -> None:
+        self._device, self._shape = device, torch.Size(shape)
         self._known: tuple[_Known, ...] = ()
 
     def buffer(self, bias: Tensor) -> Buffer:
-        """The device's copy. Raises `FormatError` for a shape other than ``(n,)``."""
+        """The device's copy. Raises `FormatError` for another shape."""
         if bias.shape != self._shape:
             raise FormatError(f"bias has shape {tuple(bias.shape)}; this weight needs {tuple(self._shape)}.")
         bias = contiguous(bias) if bias.is_neg() or not bias.is_contiguous() else bias

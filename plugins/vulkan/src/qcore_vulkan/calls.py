@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from qcore import DynamicInt8, FormatError, OutputInt8, StaticInt8
-from qcore.plugin_api import check_indices, contiguous
+from qcore.plugin_api import check_indices, check_offsets, contiguous
 
 from . import steps
-from .builder import Builder, Place, Program
+from .builder import Builder, Place, Program, Ref
 from .device import Buffer, Device
 from .layout import DeviceWeight
 from .parts import Box, Sizes, in_boxes, in_parts
-from .steps import Geometry2d, Image, Rows
+from .steps import Ends, Geometry2d, Image, Rows
 from .weights import Resident
 
 LARGEST = 128 << 20
@@ -99,6 +99,39 @@ def record_linear(
     y = steps.linear(b, x, weight, bias, form.activation, form.output, form.out_dtype, vectors, out)
     places = [of_x, *(Place(ref, 1, 4 * rows, 4 * rows) for ref in vectors.values())]
     return b.program(places, [place(y)], timed=timed)
+
+
+def grouped_linear(x: Tensor, offsets: Tensor, resident: Resident, bias: Tensor | None, form: Form) -> Tensor:
+    """X ``(T, K)`` of any strides to ``(T, N)``, each row by the weight of its expert; ``offsets``: int32 ``(E,)``.
+
+    Raises `FormatError` for offsets that descend or are outside of 0..T.
+    """
+    rows, n, experts = x.shape[0], resident.n, resident.weight.experts
+    check_offsets(offsets, experts, rows)
+    x, ends = in_rows(x), contiguous(offsets)
+    y = torch.empty((rows, n), dtype=form.out_dtype)
+    buffer = None if bias is None else resident.biases.buffer(bias)
+
+    def run(start: int, stop: int) -> None:
+        key = ("grouped", stop - start, x.dtype, form, buffer and id(buffer))
+        program = resident.programs.get(key, lambda: _grouped_linear(resident, stop - start, x.dtype, buffer, form))
+        program.run([x[start:stop], ends - start if start else ends], [y[start:stop]])
+
+    in_parts(rows, largest(resident.device) // _row_bytes(resident.weight.geometry.columns, n), run)
+    return y
+
+
+def _grouped_linear(resident: Resident, rows: int, dtype: torch.dtype, bias: Buffer | None, form: Form) -> Program:
+    b, g, experts = Builder(resident.device), resident.weight.geometry, resident.weight.experts
+    x, of_x = rows_in(b, rows, g.k, dtype)
+    given = b.input(4 * experts)
+    ref = b.scratch(4 * experts * (1 + g.n if bias is not None else 1))
+    b.copy(given, Ref(ref.buffer, ref.offset, 4 * experts))
+    if bias is not None:
+        b.copy(Ref(bias, 0, 4 * experts * g.n), Ref(ref.buffer, ref.offset + 4 * experts, 4 * experts * g.n))
+    ends, out = Ends(ref, experts, bias is not None), b.output(steps.rows_bytes(rows, g.n, form.out_dtype))
+    y = steps.grouped_linear(b, x, resident.weight, ends, form.activation, form.out_dtype, out)
+    return b.program([of_x, Place(given, 1, 4 * experts, 4 * experts)], [place(y)])
 
 
 def rows_in(b: Builder, rows: int, columns: int, dtype: torch.dtype) -> tuple[Rows, Place]:

@@ -9,7 +9,7 @@ from qcore.plugin_api import Packed, check_image, runs_now
 
 from . import ops
 from .calls import conv2d, form, geometry
-from .kernel import HandleKernel
+from .kernel import HandleKernel, precision
 from .weights import find
 
 
@@ -18,7 +18,7 @@ class VulkanConv2d(HandleKernel):
 
     def __init__(self, request: Conv2dRequest) -> None:
         r = self.request = request
-        super().__init__(f"vulkan.conv2d_w{r.weight.bits}a{16 if r.activation is None else 8}", r.weight, r.n, r.k)
+        super().__init__(f"vulkan.conv2d_{precision(r.weight, r.activation)}", r.weight, r.n, r.k)
         self.out_dtype = r.out_dtype
         self._sizes = (list(r.kernel_size), list(r.stride), list(r.padding), list(r.dilation), r.groups)
         self._geometry = geometry(*self._sizes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from qcore import Conv2dRequest
-from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty, why_not_encoding
+from qcore import Conv2dRequest, DynamicFP8, StaticFP8
+from qcore.plugin_api import AnyRequest, GroupedLinearRequest, why_not_dtypes, why_not_empty
 
-from .layout import ROWS, Geometry, rows_per_part, why_not_packed
+from .layout import ROWS, Geometry, experts_per_part, rows_per_part, why_not_packed
 
 
 def why_not(request: AnyRequest) -> str:
@@ -15,11 +15,20 @@ def why_not(request: AnyRequest) -> str:
     return (
         _why_not_device(request.device)
         or why_not_empty(request)
-        or why_not_encoding(request)
+        or _why_not_encoding(request)
         or why_not_packed(request.weight, request.k)
         or why_not_dtypes(request)
         or _why_not_sizes(request, largest_range())
     )
+
+
+def _why_not_encoding(request: AnyRequest) -> str:
+    activation = getattr(request, "activation", None)
+    if isinstance(activation, (DynamicFP8, StaticFP8)):
+        return "fp8 activations have no kernel here; use float ones (a16), or let torch ops run this layer."
+    if activation is not None and not request.weight.element.is_integer:
+        return f"{request.weight.dtype} weights have no kernel with int8 activations; use float ones (a16)."
+    return ""
 
 
 def largest_range() -> int:
@@ -35,6 +44,8 @@ def _why_not_sizes(request: AnyRequest, largest: int) -> str:
     heads = request.groups if isinstance(request, Conv2dRequest) else 1
     if max(ROWS * geometry.row_bytes, 4 * heads * geometry.columns) > largest:
         return f"rows of {heads * request.k} values exceed a buffer of {largest} bytes; torch ops run this layer."
+    if isinstance(request, GroupedLinearRequest) and not experts_per_part(geometry, largest):
+        return f"the weight of an expert must fit into one buffer, here of {largest} bytes; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
     if heads > 1 and rows_per_part(geometry, largest) < request.n:

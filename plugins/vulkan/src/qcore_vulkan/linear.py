@@ -9,7 +9,7 @@ from qcore.plugin_api import GIVEN_NAMES, Packed, RowsKernel, runs_now
 
 from . import ops
 from .calls import form, linear
-from .kernel import HandleKernel
+from .kernel import HandleKernel, precision
 from .weights import find
 
 
@@ -18,7 +18,7 @@ class VulkanLinear(HandleKernel, RowsKernel):
 
     def __init__(self, request: LinearRequest) -> None:
         r = request
-        super().__init__(f"vulkan.w{r.weight.bits}a{16 if r.activation is None else 8}", r.weight, r.n, r.k)
+        super().__init__(f"vulkan.{precision(r.weight, r.activation)}", r.weight, r.n, r.k)
         self.out_dtype = r.out_dtype
         self._form = form(r.activation, r.output, r.out_dtype)
         self._quantization = ops.flat(r.activation, r.output)

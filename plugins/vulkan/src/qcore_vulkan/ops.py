@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import DynamicInt8, Format, OutputInt8, StaticInt8, ZeroPoint
+from qcore import DynamicInt8, Format, OutputInt8, ScaleType, StaticInt8, ZeroPoint
 from qcore.plugin_api import GIVEN_NAMES, Activation, convolved_size, define_op, given_numbers
 
 NAMESPACE = "qcore_vulkan"
@@ -83,6 +83,22 @@ def _linear_a8_fake(
     return x.new_empty((x.shape[0], n), dtype=rest[-1])
 
 
+def _grouped_linear(
+    x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, n: int,
+    quantized: bool, symmetric: bool, static_scale: float | None, static_zero_point: int,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    from .calls import form, grouped_linear
+    from .weights import find
+
+    activation = _activation(symmetric, static_scale, static_zero_point, False) if quantized else None
+    return grouped_linear(x, offsets, find(weight), bias, form(activation, None, out_dtype))
+
+
+def _grouped_linear_fake(x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, n: int, *rest: Any) -> Tensor:
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
+
+
 def _embedding(indices: Tensor, weight: Tensor, d: int, out_dtype: torch.dtype) -> Tensor:
     from .calls import embedding
     from .weights import find
@@ -116,24 +132,29 @@ def _conv2d_fake(
     return x.new_empty((x.shape[0], *size, n), dtype=rest[-1]).movedim(-1, 1)
 
 
-def _unpack(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
+def _unpack(weight: Tensor, shape: list[int], format: str) -> list[Tensor]:
     from .layout import download
     from .weights import find
 
     # A graph has to know the dtype of scales, which a handle does not reveal; float32 holds each of them.
     found = download(find(weight).weight)
-    parts = [found.data, found.scale.float(), *([] if found.zero is None else [_wide(found.zero)])]
-    return [part.contiguous() for part in parts]
+    scale = found.scale.float() if found.format.scale is ScaleType.FLOAT else found.scale
+    zero = None if found.zero is None else _wide(found.zero)
+    return [part.contiguous() for part in (found.data, scale, zero, found.global_scale) if part is not None]
 
 
-def _unpack_fake(weight: Tensor, n: int, k: int, format: str) -> list[Tensor]:
+def _unpack_fake(weight: Tensor, shape: list[int], format: str) -> list[Tensor]:
     made = Format.parse(format)
-    codes = made.codec.encode(weight.new_empty((n, k), dtype=torch.int8))
-    scale = weight.new_empty((made.groups(k), n), dtype=torch.float32)
-    if made.zero is ZeroPoint.NONE:
-        return [codes, scale]
-    kept = made.codec.encode_zero(scale.to(torch.int8)) if made.zero is ZeroPoint.INT else torch.empty_like(scale)
-    return [codes, scale, kept]
+    *experts, n, k = shape
+    codes = made.codec.encode(weight.new_empty((n, k), dtype=made.element.code_dtype))
+    kept = torch.float32 if made.scale is ScaleType.FLOAT else made.scale.dtypes[0]
+    scale = weight.new_empty((made.groups(k), n), dtype=kept)
+    parts = [codes, scale]
+    if made.zero is not ZeroPoint.NONE:
+        parts.append(made.codec.encode_zero(scale.to(torch.int8)) if made.zero is ZeroPoint.INT else scale)
+    if made.scale.has_global:
+        parts.append(weight.new_empty((), dtype=torch.float32))
+    return [part.new_empty((*experts, *part.shape)) for part in parts]
 
 
 def _wide(zero: Tensor) -> Tensor:
@@ -158,10 +179,16 @@ op_linear_a8 = _define(
     _linear_a8,
     _linear_a8_fake,
 )
+op_grouped_linear = _define(
+    f"grouped_linear(Tensor x, Tensor offsets, Tensor weight, Tensor? bias, int n, bool quantized, {_QUANTIZATION}) "
+    f"-> Tensor",
+    _grouped_linear,
+    _grouped_linear_fake,
+)
 op_embedding = _define(
     "embedding(Tensor indices, Tensor weight, int d, ScalarType out_dtype) -> Tensor", _embedding, _embedding_fake
 )
-op_unpack = _define("unpack(Tensor weight, int n, int k, str format) -> Tensor[]", _unpack, _unpack_fake)
+op_unpack = _define("unpack(Tensor weight, int[] shape, str format) -> Tensor[]", _unpack, _unpack_fake)
 op_conv2d = _define(
     f"conv2d(Tensor x, Tensor weight, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "
     f"int[2] dilation, int groups, bool quantized, {_QUANTIZATION}) -> Tensor",

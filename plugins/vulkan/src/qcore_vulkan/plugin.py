@@ -6,6 +6,7 @@ qcore imports this module on every machine, including those without Vulkan: the 
 from __future__ import annotations
 
 import qcore
+from qcore.plugin_api import GroupedLinearRequest
 
 from . import eligibility, probe
 
@@ -49,3 +50,14 @@ def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refu
     from .embedding import VulkanEmbedding
 
     return qcore.Offer(VulkanEmbedding(request), probe.rank(), "Vulkan; reads only the requested rows")
+
+
+@qcore.hookimpl
+def qcore_grouped_linear(request: GroupedLinearRequest) -> qcore.Offer | qcore.Refusal:
+    """Experts with any weight that `qcore_linear` supports."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .grouped_linear import VulkanGroupedLinear
+
+    return qcore.Offer(VulkanGroupedLinear(request), probe.rank(), "Vulkan; all experts in one product")

@@ -40,7 +40,7 @@ _numbers = iter(range(secrets.randbits(48) << 14, 1 << 63))
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A weight ``(n, k)`` in the memory of a device, with the programs and copies of biases made for it."""
+    """A weight ``(n, k)``, or several of experts, on a device, with the programs and copies of biases made for it."""
 
     device: Device
     weight: DeviceWeight
@@ -51,7 +51,8 @@ class Resident:
     @cached_property
     def biases(self) -> Biases:
         """Copies of biases on the same device."""
-        return Biases(self.device, self.n)
+        experts = self.weight.experts
+        return Biases(self.device, *([experts] if experts else []), self.n)
 
 
 class Holder:
@@ -92,7 +93,8 @@ class Holder:
 
 
 def _placed(device: Device, weight: QTensor) -> Resident:
-    return Resident(device, upload(device, weight), weight.shape[0], weight.shape[1])
+    n, k = weight.shape[-2:]
+    return Resident(device, upload(device, weight), n, k)
 
 
 class _Owner(np.ndarray[Any, Any]):

@@ -17,7 +17,7 @@ from .. import native
 from ..builder import Place, Program, Ref
 from ..device import Buffer, Device
 from ..steps.operand import Operand, new, over
-from ..steps.pointwise import checked, convert, fill
+from ..steps.pointwise import binary, checked, convert, fill
 from .numbers import on_device
 from .planner import Planner
 from .residents import Weight
@@ -105,6 +105,16 @@ class Lowering:
         if found is None:
             value = self.cast(self._values[node], torch.int32)
             found = self._checked[key] = checked(self.b, value, size, self.flags, wrap)
+        return found
+
+    def ends(self, node: Any, rows: int) -> Operand:
+        """The ends of experts' rows that ``node`` gives, int32; a call whose ends do not ascend raises `IndexError`."""
+        is_new = (node, rows + 1, False) not in self._checked
+        found = self.index(node, rows + 1)
+        if is_new and found.numel > 1:
+            count = found.numel - 1
+            own = binary(self.b, "sub", found.slice(0, 1, count), found.slice(0, 0, count))
+            checked(self.b, own, rows + 1, self.flags, wrap=False)
         return found
 
     @property

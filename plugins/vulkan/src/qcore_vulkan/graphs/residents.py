@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from qcore.plugin_api import QTensor, Resident, weight_of
+from qcore.plugin_api import QTensor, Resident, layers_of, weight_of
 
 from ..device import Buffer, Device
 from ..layout import DeviceWeight, upload
@@ -19,18 +19,13 @@ from .numbers import halves_of, words_of
 
 
 class Weight:
-    """A quantized weight on a device; ``order``: int32, where its columns are in x, None if they are in x's order."""
+    """A quantized weight on a device, or those of experts.
+
+    ``order``: int32 ``(K,)``, of experts ``(E, K)``: where its columns are in x; None if they are in x's order.
+    """
 
     def __init__(self, device: Device, weight: DeviceWeight, order: Buffer | None = None) -> None:
         self.device, self.weight, self.order = device, weight, order
-
-
-class Experts(Weight):
-    """The weights of several experts, which one marker stands for."""
-
-    def __init__(self, each: Sequence[Weight]) -> None:
-        super().__init__(each[0].device, each[0].weight)
-        self.each = tuple(each)
 
 
 class Residents:
@@ -86,20 +81,21 @@ def _weight(device: Device, marker: Tensor) -> Weight:
     """The weight itself if a layer is bound to this device's kernels, else a copy of it."""
     resident = known(marker)
     if resident is not None and resident.device is device:
-        return Weight(device, resident.weight)
-    weight = weight_of(marker)
-    if weight.dim() == 3:
-        return Experts([_placed(device, weight[e]) for e in range(weight.shape[0])])
-    return _placed(device, weight)
+        return Weight(device, resident.weight, _order(device, layers_of(marker)[0].weight.order))
+    return _placed(device, weight_of(marker))
 
 
 def _placed(device: Device, weight: QTensor) -> Weight:
     order = weight.order
     try:
         placed = upload(device, weight if order is None else weight.derived(order=None))
-        return Weight(device, placed, None if order is None else device.upload(order.to(torch.int32)))
+        return Weight(device, placed, _order(device, order))
     except OutOfMemory as error:
         raise OutOfMemory(_wanted(device, _text(weight), error)) from error
+
+
+def _order(device: Device, order: Tensor | None) -> Buffer | None:
+    return None if order is None else device.upload(order.to(torch.int32))
 
 
 def _text(weight: QTensor) -> str:

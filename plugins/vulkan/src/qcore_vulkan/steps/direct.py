@@ -26,7 +26,8 @@ def convolve(
     push = source.push(g, groups[0], mode, scale, zero)
     push += [g.n, part.padded_n, out.pitch, NUMBERS[out.dtype], g.zero_kind, int(bias is not None)]
     zeros = part.scale if part.zero is None else part.zero
-    weights: list[Ref | Buffer | None] = [part.codes, part.scale, zeros, None, None]
+    weights: list[Ref | Buffer | None] = [part.codes, part.scale, zeros, part.values, None]
     refs = [source.x.ref, *weights, part.scale if bias is None else bias, out.ref]
-    constants = (LANES, *source.constants(g), g.bits, int(activation is not None), int(out.dtype == torch.float32))
+    form = (int(activation is not None), int(out.dtype == torch.float32))
+    constants = (LANES, *source.constants(g), g.bits, *form, g.values)
     b.dispatch("conv_direct", constants, groups, push, refs)

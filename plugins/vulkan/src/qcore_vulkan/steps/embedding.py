@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..builder import Builder, Ref, fold
+from ..device import Buffer
 from ..layout import DeviceWeight
 from .prepare import LANES
 from .rows import NUMBERS, Rows, new_rows
@@ -20,10 +21,10 @@ def embedding(
     for part in weight.parts:
         sizes = [count, g.k, part.padded_n, g.group, g.groups, g.blocks, y.pitch, NUMBERS[out_dtype], g.zero_kind]
         zero = part.scale if part.zero is None else part.zero
-        refs = [part.codes, part.scale, zero, None, indices, None, None, y.ref]
+        refs: list[Ref | Buffer | None] = [part.codes, part.scale, zero, part.values, indices, None, None, y.ref]
         b.dispatch(
             "embedding",
-            (LANES, g.bits, int(out_dtype == torch.float32)),
+            (LANES, g.bits, int(out_dtype == torch.float32), g.values),
             groups,
             [*sizes, groups[0], part.first, part.n],
             refs,

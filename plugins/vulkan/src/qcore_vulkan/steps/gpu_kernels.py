@@ -10,6 +10,7 @@ import torch
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
 from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
+from .experts import Added, columns, first_column, is_biased, memory, row_tiles, words
 from .problem import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
 
@@ -35,7 +36,8 @@ class Digits:
     """`gemv_digits`: ``rows`` rows of x at a time against ``8 r`` rows of the weight for each workgroup.
 
     **Fields:** ``digits``: 1 for int8 activations, 3 for 16-bit floats, 4 for float32; ``chunk``: blocks that a lane
-    processes at a time, if a group has a multiple of them; ``unroll``: chunks in flight.
+    processes at a time, if a group has a multiple of them; ``unroll``: chunks in flight; ``experts``: whether rows are
+    sorted by expert.
     """
 
     variant: str
@@ -46,6 +48,7 @@ class Digits:
     unroll: int
     chunk: int
     subgroup: int
+    experts: bool = False
 
     @property
     def form(self) -> Literal["int8", "rows"]:
@@ -63,6 +66,7 @@ class Digits:
             self.unroll,
             self.subgroup,
             self.blocks(g),
+            int(self.experts),
         )
 
     def blocks(self, geometry: Geometry) -> int:
@@ -70,9 +74,7 @@ class Digits:
         most = self.chunk if self.digits == 1 else min(self.chunk, self.subgroup // 8)
         return next(c for c in (4, 2, 1) if c <= most and geometry.blocks % c == 0)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         blocks = geometry.groups * geometry.blocks
         asymmetric = isinstance(x, Int8Rows) and x.asymmetric
         extra: Ref | None
@@ -81,11 +83,12 @@ class Digits:
             extra = _row_sums(b, part, geometry, folded=False) if asymmetric else None
         else:
             codes, params, extra = self._split(b, x, geometry)
-        push = [out.rows, part.n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
-        push += [int(asymmetric), out.rows]
-        x_tiles, folds, _ = fold(-(-part.padded_n // (8 * self.r)))
-        groups = (x_tiles, folds, -(-out.rows // self.rows))
-        refs = _refs(codes, part, params, bias, out, extra)
+        n = columns(bias, part, geometry)
+        push = [out.rows, n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
+        push += [int(asymmetric), out.rows, *words(bias, part, geometry)]
+        x_tiles, folds, _ = fold(-(-n // (8 * self.r)))
+        groups = (x_tiles, folds, row_tiles(out.rows, self.rows, bias))
+        refs = bindings(codes, part, params, bias, out, extra)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
@@ -135,16 +138,13 @@ class CoopGemv(Single):
         del geometry
         return self.lanes, self.lanes // 32 * 16 * (self.chunk * 64 + 16)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
-        columns = -(-geometry.columns // (32 * self.chunk)) * 32 * self.chunk
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
+        padded = -(-geometry.columns // (32 * self.chunk)) * 32 * self.chunk
         rows = -(-out.rows // self.tn) * self.tn
-        halves = _halves(b, x, geometry, columns, rows, tile=self.tn)
-        blocks = geometry.groups * geometry.blocks
-        push = [out.rows, part.n, part.padded_n, blocks, geometry.blocks, *_result(out, bias, part)]
+        halves = _halves(b, x, geometry, padded, rows, tile=self.tn)
+        push = [*_sizes(part, geometry, out, part.n), *_result(out, bias, part)]
         tiles, folds, _ = fold(-(-part.n // (16 * self.r)))
-        refs = _refs(halves.codes, part, halves.scales, bias, out, None)
+        refs = bindings(halves.codes, part, halves.scales, bias, out, None)
         groups = (tiles, folds, rows // self.tn)
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
@@ -177,9 +177,9 @@ class TileShape:
         """Bytes of both tiles, of ``terms`` of x, of elements of ``width`` bytes, each row padded by 16."""
         return self.buffers * (terms * self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
 
-    def groups(self, rows: int, columns: int) -> tuple[int, int, int]:
+    def groups(self, rows: int, columns: int, added: Added = None) -> tuple[int, int, int]:
         """Workgroups for a result."""
-        return -(-rows // self.bm), -(-columns // self.bn), 1
+        return row_tiles(rows, self.bm, added), -(-columns // self.bn), 1
 
 
 @dataclass(frozen=True)
@@ -190,23 +190,24 @@ class SharedFloat(Single):
     variant: str = "gemm_float_shared"
     form: Literal["float32"] = "float32"
     subgroup: int = 0
+    experts: bool = False
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s = self.shape
-        return s.owners, s.bm, s.bn, s.m, s.n, geometry.bits, geometry.zero_kind, 1
+        form = (geometry.bits, geometry.zero_kind, 1, int(self.experts), geometry.values)
+        return s.owners, s.bm, s.bn, s.m, s.n, *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        del geometry
-        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8)
+        return self.shape.owners, 2 * 16 * 4 * (self.shape.bm + self.shape.bn + 8) + 4 * (geometry.values + 1)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         assert isinstance(x, FloatRows)
-        push = [*_sizes(part, geometry, out), *_result(out, bias, part), x.stride // 4]
-        refs = _refs(x.ref, part, None, bias, out, None)
-        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, part.n), push, refs)
+        n = columns(bias, part, geometry)
+        push = [*_sizes(part, geometry, out, n), *_result(out, bias, part), x.stride // 4]
+        push += words(bias, part, geometry)
+        refs = bindings(x.ref, part, part.table, bias, out, None)
+        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, n, bias), push, refs)
 
 
 @dataclass(frozen=True)
@@ -217,21 +218,23 @@ class SharedInt(Single):
     shape: TileShape
     form: Literal["int8"] = "int8"
     subgroup: int = 0
+    experts: bool = False
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
-        s, grouped = self.shape, int(geometry.groups > 1)
-        return s.owners, s.bm, s.bn, s.blocks(geometry), s.m, s.n, geometry.bits, geometry.zero_kind, grouped
+        s, g = self.shape, geometry
+        form = (g.bits, g.zero_kind, int(g.groups > 1), int(self.experts))
+        return s.owners, s.bm, s.bn, s.blocks(g), s.m, s.n, *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
         return self.shape.owners, self.shape.tile_bytes(geometry, 1)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         refs, tokens = _int8(b, x, part, geometry, bias, out)
-        push = [*_sizes(part, geometry, out), *_result(out, bias, part), geometry.groups, *tokens]
-        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, part.n), push, refs)
+        n = columns(bias, part, geometry)
+        push = [*_sizes(part, geometry, out, n), *_result(out, bias, part), geometry.groups, *tokens]
+        push += words(bias, part, geometry)
+        b.dispatch(self.variant, self.constants(geometry), self.shape.groups(out.rows, n, bias), push, refs)
 
 
 @dataclass(frozen=True)
@@ -252,9 +255,7 @@ class CoopInt8(Single):
         """Lanes of a workgroup and bytes of shared memory."""
         return _coop_needs(self, geometry, 1)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         refs, tokens = _int8(b, x, part, geometry, bias, out)
         _append_coop(self, b, part, geometry, bias, out, refs, tokens)
 
@@ -278,15 +279,15 @@ class CoopF16(Single):
         """Lanes of a workgroup and bytes of shared memory."""
         return _coop_needs(self, geometry, 2, self.terms)
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms)
-        refs = _refs(halves.codes, part, halves.scales, bias, out, halves.sums)
+        refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
         _append_coop(self, b, part, geometry, bias, out, refs, [])
 
 
 Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
+OF_EXPERTS = (Digits, SharedFloat, SharedInt)
+"""Kernels that serve rows sorted by expert."""
 
 
 @dataclass(frozen=True)
@@ -299,12 +300,12 @@ class _Halves:
 
 
 def _int8(
-    b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
+    b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows
 ) -> tuple[list[Ref | Buffer | None], list[int | float]]:
     """Bindings of a GEMM of int8 activations; whether they have zero points, and the offsets of those and of sums."""
     assert isinstance(x, Int8Rows)
     sums = _row_sums(b, part, geometry, folded=True) if x.asymmetric else None
-    return _refs(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
+    return bindings(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
 
 
 def _append_coop(
@@ -312,7 +313,7 @@ def _append_coop(
     b: Builder,
     part: Part,
     geometry: Geometry,
-    bias: Buffer | None,
+    bias: Added,
     out: Rows,
     refs: list[Ref | Buffer | None],
     push: list[int | float],
@@ -327,12 +328,12 @@ def _append_coop(
     if count > 1:
         refs[6] = b.scratch(4 * count * out.rows * part.n)
         result = [part.n, NUMBERS[torch.float32], 0, 0]
-    words = [*_sizes(part, geometry, out), *result, geometry.groups, split, *push]
+    push = [*_sizes(part, geometry, out, part.n), *result, geometry.groups, split, *push]
     groups = (x_tiles, y_tiles, count)
-    b.dispatch(kernel.variant, kernel.constants(geometry), groups, words, refs, subgroup=kernel.subgroup)
+    b.dispatch(kernel.variant, kernel.constants(geometry), groups, push, refs, subgroup=kernel.subgroup)
     if count > 1:
         total = out.rows * part.n
-        joined: list[Ref | Buffer | None] = [refs[6], None, None, None, None, bias or part.scale, out.ref]
+        joined: list[Ref | Buffer | None] = [refs[6], None, None, None, None, memory(bias, part), out.ref]
         b.dispatch("gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count, *_result(out, bias, part)], joined)
 
 
@@ -351,20 +352,20 @@ def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int,
     return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
 
 
-def _sizes(part: Part, geometry: Geometry, out: Rows) -> list[int | float]:
-    return [out.rows, part.n, part.padded_n, geometry.groups * geometry.blocks, geometry.blocks]
+def _sizes(part: Part, geometry: Geometry, out: Rows, n: int) -> list[int | float]:
+    return [out.rows, n, part.padded_n, geometry.groups * geometry.blocks, geometry.blocks]
 
 
-def _result(out: Rows, bias: Buffer | None, part: Part) -> list[int | float]:
-    return [out.pitch, NUMBERS[out.dtype], int(bias is not None), part.first]
+def _result(out: Rows, bias: Added, part: Part) -> list[int | float]:
+    return [out.pitch, NUMBERS[out.dtype], int(is_biased(bias)), first_column(bias, part)]
 
 
-def _refs(
-    x: Ref, part: Part, params: Ref | None, bias: Buffer | None, out: Rows, extra: Ref | None
+def bindings(
+    x: Ref, part: Part, params: Ref | Buffer | None, bias: Added, out: Rows, extra: Ref | None
 ) -> list[Ref | Buffer | None]:
     """Bindings 0 to 7 of every kernel here; a binding that a kernel does not use gets any buffer."""
     zero = part.scale if part.zero is None else part.zero
-    return [x, part.codes, part.scale, zero, params or x, bias or part.scale, out.ref, extra or x]
+    return [x, part.codes, part.scale, zero, params or x, memory(bias, part), out.ref, extra or x]
 
 
 def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float], int]:

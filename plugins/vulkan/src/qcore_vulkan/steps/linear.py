@@ -1,8 +1,9 @@
-"""`linear` as steps."""
+"""`linear` and `grouped_linear` as steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from qcore import OutputInt8
 from ..builder import Builder, Ref
 from ..device import Buffer
 from ..layout import DeviceWeight
+from .experts import Ends
 from .finish import finish
 from .prepare import Activation, Source
 from .product import multiply
@@ -43,6 +45,26 @@ def linear(
         multiply(b, source, weight, bias, activation, vectors, product)
         if output is not None:
             finish(b, product, part, output, vectors)
+    return y
+
+
+def grouped_linear(
+    b: Builder,
+    x: Rows,
+    weight: DeviceWeight,
+    ends: Ends,
+    activation: Activation | None,
+    out_dtype: torch.dtype,
+    out: Ref | None = None,
+) -> Rows:
+    """Each row of x ``(T, K)`` by the weight of its expert, to ``(T, N)``: see the contract `grouped_linear`.
+
+    Rows of no expert give 0. ``out``: as of `linear`.
+    """
+    y = new_rows(b, x.rows, weight.geometry.n, out_dtype, out)
+    for start, count in row_parts(b, x.rows, scratch_row(weight, None)):
+        own = replace(ends, row=ends.row + start)
+        multiply(b, Source(x.part(start, count)), weight, own, activation, {}, y.part(start, count))
     return y
 
 

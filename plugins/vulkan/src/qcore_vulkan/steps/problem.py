@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import torch
 
 from ..builder import Builder
-from ..device import Buffer
 from ..layout import Geometry, Part
+from .experts import Added
 from .rows import FloatRows, Int8Rows, Rows
 
 Activations = Rows | FloatRows | Int8Rows
@@ -20,7 +20,8 @@ class GemmProblem:
     """The problem that a kernel is selected for.
 
     **Fields:** ``op``: which activations are multiplied; ``m``: rows; ``asymmetric``: as in `Int8Rows`; ``symmetric``:
-    whether each row of x is quantized by its own symmetric scale; ``coarse``: as in `Rows`.
+    whether each row of x is quantized by its own symmetric scale; ``coarse``: as in `Rows`; ``experts``: whether rows
+    are sorted by expert; ``m`` is what an expert has on average then.
     """
 
     op: Literal["gemm_float", "gemm_int"]
@@ -31,6 +32,7 @@ class GemmProblem:
     asymmetric: bool
     symmetric: bool = False
     coarse: bool = False
+    experts: bool = False
 
 
 class GemmKernel(Protocol):
@@ -40,7 +42,8 @@ class GemmKernel(Protocol):
     def form(self) -> Literal["float32", "float16", "int8", "rows"]:
         """The activations that it needs; "rows": the input as is, or float32 rows of a convolution."""
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
-        """Append its steps: columns ``part.first`` ... of ``out``, which is float32, float16 or bfloat16."""
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
+        """Append its steps: columns ``part.first`` ... of ``out``, which is float32, float16 or bfloat16.
+
+        With experts: the rows of the experts of ``part``.
+        """

@@ -14,6 +14,7 @@ from ..builder import Builder, Ref
 from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
 from ..variants import float_variant, int_variant
+from .experts import Added, Ends, columns, first_column, is_biased, memory, row_tiles, words
 from .prepare import Activation, Source, is_asymmetric, is_symmetric, prepare_float, quantize
 from .problem import Activations, GemmKernel, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows
@@ -24,7 +25,10 @@ _WIDE = 256
 
 @dataclass(frozen=True)
 class Tile:
-    """`gemm_float` or `gemm_int`: a lane computes ``tm`` rows by ``tn`` columns. ``heads``: channel groups."""
+    """`gemm_float` or `gemm_int`: a lane computes ``tm`` rows by ``tn`` columns.
+
+    ``heads``: channel groups; ``experts``: whether rows are sorted by expert.
+    """
 
     variant: str
     form: Literal["float32", "int8"]
@@ -32,62 +36,65 @@ class Tile:
     tm: int
     tn: int
     heads: int = 1
+    experts: bool = False
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         assert not isinstance(x, Rows)
-        columns, g = part.n // self.heads, geometry
-        groups = (-(-columns // (self.lanes * self.tn)), -(-out.rows // self.tm), self.heads)
+        n, g = columns(bias, part, geometry) // self.heads, geometry
+        groups = (-(-n // (self.lanes * self.tn)), row_tiles(out.rows, self.tm, bias), self.heads)
         stride = (x.words if isinstance(x, Int8Rows) else x.stride) // 4
-        form = [NUMBERS[out.dtype], g.zero_kind, int(bias is not None)]
-        push = [out.rows, columns, part.padded_n, g.groups, g.blocks, stride, out.pitch, part.first, *form]
+        form = [first_column(bias, part), NUMBERS[out.dtype], g.zero_kind, int(is_biased(bias))]
+        push: list[int | float] = [out.rows, n, part.padded_n, g.groups, g.blocks, stride, out.pitch, *form, x.rows]
         zero = part.scale if part.zero is None else part.zero
         refs: list[Ref | Buffer | None] = [part.codes, part.scale, zero]
         if isinstance(x, Int8Rows):
-            push += [x.rows, int(x.asymmetric)]
+            push += [int(x.asymmetric), *words(bias, part, g)]
             refs += [part.sums, x.codes, x.params]
         else:
-            refs += [None, x.ref, None]
-        refs += [part.scale if bias is None else bias, out.ref]
-        b.dispatch(self.variant, self.constants(g.bits, out.dtype), groups, push, refs)
+            push += [0, *words(bias, part, g)]
+            refs += [part.values, x.ref, None]
+        refs += [memory(bias, part), out.ref]
+        b.dispatch(self.variant, self.constants(g, out.dtype), groups, push, refs)
 
-    def constants(self, bits: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Specialization constants: lanes, TM, TN, BITS and WIDE."""
-        return self.lanes, self.tm, self.tn, bits, int(dtype == torch.float32)
+    def constants(self, g: Geometry, dtype: torch.dtype) -> tuple[int, ...]:
+        """Specialization constants: lanes, TM, TN, BITS, WIDE, EXPERTS and VALUES."""
+        return self.lanes, self.tm, self.tn, g.bits, int(dtype == torch.float32), int(self.experts), g.values
 
 
-def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int) -> Tile:
+def tile(device: Device, op: str, m: int, geometry: Geometry, heads: int, experts: bool = False) -> Tile:
     """The register tile for ``m`` rows and the columns of each channel group; on CPUs as measured on lavapipe."""
-    columns, lanes = geometry.n // heads, 8 if device.profile == "cpu" else 32
+    n, lanes = geometry.n // heads, 8 if device.profile == "cpu" else 32
     if m == 1:
-        tm, tn = 1, 4 if columns > lanes else 1
+        tm, tn = 1, 4 if n > lanes else 1
     elif device.profile != "cpu":
         tm, tn = 4, 4
     elif op == "gemm_float":
         tm, tn = 4, 8
     else:
-        tm, tn = 8 if m > 4 else 4, 8 if m > 4 and columns > _WIDE else 4
+        tm, tn = 8 if m > 4 else 4, 8 if m > 4 and n > _WIDE else 4
     if op == "gemm_float":
-        return Tile(float_variant(device), "float32", lanes, tm, tn, heads)
-    return Tile(int_variant(device), "int8", lanes, tm, tn, heads)
+        return Tile(float_variant(device), "float32", lanes, tm, tn, heads, experts)
+    return Tile(int_variant(device), "int8", lanes, tm, tn, heads, experts)
 
 
 def multiply(
     b: Builder,
     source: Source,
     weight: DeviceWeight,
-    bias: Buffer | None,
+    bias: Added,
     activation: Activation | None,
     given: Mapping[str, Ref],
     out: Rows,
 ) -> None:
-    """``A(x) @ W^T + bias`` into ``out``, float32, float16 or bfloat16."""
+    """``A(x) @ W^T + bias`` into ``out``, float32, float16 or bfloat16.
+
+    With experts ``bias`` holds the ends of their rows as well.
+    """
     if source.heads > 1 and len(weight.parts) > 1:
         raise PluginError(
             "a convolution in channel groups needs its weight in one buffer; this device's buffers are too small"
         )
-    product = _choose(b.device, source, weight, activation, out)
+    product = _choose(b.device, source, weight, bias, activation, out)
     x: Activations
     if product.form == "rows" and source.window is None:
         x = source.x
@@ -102,17 +109,19 @@ def multiply(
 
 
 def _choose(
-    device: Device, source: Source, weight: DeviceWeight, activation: Activation | None, out: Rows
+    device: Device, source: Source, weight: DeviceWeight, bias: Added, activation: Activation | None, out: Rows
 ) -> GemmKernel:
     op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
+    experts = bias.experts if isinstance(bias, Ends) else 0
+    rows = -(-source.rows // experts) if experts else source.rows
     if source.heads == 1:
         from . import selection
 
         asymmetric = activation is not None and is_asymmetric(activation)
         symmetric = activation is not None and is_symmetric(activation) and source.window is None
         form = (source.x.dtype, out.dtype, asymmetric, symmetric, activation is None and source.x.coarse)
-        problem = GemmProblem(op, source.rows, weight.geometry, *form)
+        problem = GemmProblem(op, rows, weight.geometry, *form, bool(experts))
         found = selection.choose(device, problem)
         if found is not None:
             return found
-    return tile(device, op, source.rows, weight.geometry, source.heads)
+    return tile(device, op, rows, weight.geometry, source.heads, bool(experts))

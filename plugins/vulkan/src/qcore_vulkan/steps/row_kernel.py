@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 
-from ..builder import Builder, Ref, fold
+from ..builder import Builder, fold
 from ..description import Description
-from ..device import Buffer
 from ..layout import Geometry, Part
-from .gpu_kernels import Single
+from .experts import Added, first_column, is_biased
+from .gpu_kernels import Single, bindings
 from .problem import Activations, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows, local
 
@@ -21,7 +21,8 @@ from .rows import NUMBERS, Int8Rows, Rows, local
 class RowGemv(Single):
     """`gemv_row`: a row of float32 against ``8 r`` rows of the weight for each workgroup.
 
-    **Fields:** ``codes``: whether x is quantized symmetrically to int8; ``unroll``: blocks in flight.
+    **Fields:** ``codes``: whether x is quantized symmetrically to int8; ``unroll``: blocks in flight; ``form``: float32
+    if x is prepared first, for weights of a table.
     """
 
     variant: str
@@ -30,37 +31,40 @@ class RowGemv(Single):
     r: int
     unroll: int
     subgroup: int
-    form: Literal["rows"] = "rows"
+    form: Literal["rows", "float32"] = "rows"
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
         sixteens = g.columns // 16 if self.codes else 1
-        return self.lanes, self.r, g.bits, g.zero_kind, self.unroll, self.subgroup, int(self.codes), sixteens
+        form = (self.unroll, self.subgroup, int(self.codes), sixteens, g.values)
+        return self.lanes, self.r, g.bits, g.zero_kind, *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
         subgroups = self.lanes // self.subgroup
-        return self.lanes, subgroups * (self.r * 32 + 4) + (geometry.columns if self.codes else 16)
+        own = (geometry.columns if self.codes else 16) + 4 * (geometry.values + 1)
+        return self.lanes, subgroups * (self.r * 32 + 4) + own
 
-    def append(
-        self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Buffer | None, out: Rows
-    ) -> None:
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         assert not isinstance(x, Int8Rows)
         x = local(b, x) if isinstance(x, Rows) else x  # every workgroup reads it
         blocks = geometry.groups * geometry.blocks
         push = [part.n, part.padded_n, blocks, 1.0 / geometry.blocks]
-        push += [out.pitch, NUMBERS[out.dtype], int(bias is not None), part.first]
-        zero = part.scale if part.zero is None else part.zero
-        refs: list[Ref | Buffer | None] = [x.ref, part.codes, part.scale, zero, None, bias or part.scale, out.ref]
+        push += [out.pitch, NUMBERS[out.dtype], int(is_biased(bias)), first_column(bias, part)]
+        refs = bindings(x.ref, part, part.table, bias, out, None)
         groups = fold(-(-part.padded_n // (8 * self.r)))
         b.dispatch(self.variant, self.constants(geometry), groups, push, refs, subgroup=self.subgroup)
 
 
 def row_kernels(description: Description, problem: GemmProblem, cores: int) -> Iterator[RowGemv]:
-    """Kernels for a row of float32 without padding, which is not quantized or by each row's own symmetric scale."""
+    """Kernels for a row of float32 without padding, which is not quantized or by each row's own symmetric scale.
+
+    Of a table, for any row: it is made one of float32, with padding.
+    """
     g, subgroup = problem.geometry, description.subgroup.size
     codes = problem.op == "gemm_int"
-    if problem.m != 1 or problem.x_dtype != torch.float32 or g.columns != g.k or (codes and not problem.symmetric):
+    as_it_is = problem.x_dtype == torch.float32 and g.columns == g.k
+    if problem.m != 1 or not (as_it_is or g.is_table) or (codes and not problem.symmetric):
         return
     variant = "gemv_row_dot" if description.features.get("integer_dot") else "gemv_row_plain"
     blocks = g.groups * g.blocks
@@ -71,4 +75,6 @@ def row_kernels(description: Description, problem: GemmProblem, cores: int) -> I
         lanes //= 2
     for count in (lanes, lanes // 2):
         if count >= subgroup:
-            yield RowGemv(variant, codes, count, r, 2 if blocks * 8 > count else 1, subgroup)
+            yield RowGemv(
+                variant, codes, count, r, 2 if blocks * 8 > count else 1, subgroup, "float32" if g.is_table else "rows"
+            )

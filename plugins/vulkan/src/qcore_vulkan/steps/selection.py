@@ -8,6 +8,7 @@ for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. In
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -16,7 +17,18 @@ from .. import native, tuning_cache
 from ..description import Description
 from ..device import Device
 from ..layout import FLOAT_ZERO, INT_ZERO
-from .gpu_kernels import TERMS, CoopF16, CoopGemv, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
+from .gpu_kernels import (
+    OF_EXPERTS,
+    TERMS,
+    CoopF16,
+    CoopGemv,
+    CoopInt8,
+    Digits,
+    Kernel,
+    SharedFloat,
+    SharedInt,
+    TileShape,
+)
 from .problem import GemmKernel, GemmProblem
 from .row_kernel import RowGemv, row_kernels
 
@@ -74,6 +86,9 @@ def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
 def candidates(description: Description, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
     """Kernels for a problem by the features that a device reports."""
     kernels = _int(description, problem) if problem.op == "gemm_int" else _float(description, problem)
+    if problem.experts:
+        own = (replace(kernel, experts=True) for kernel in kernels if isinstance(kernel, OF_EXPERTS))
+        return (kernel for kernel in own if fits(kernel, problem, description))
     alone = row_kernels(description, problem, description.limits.cores or _CORES)
     return (kernel for kernel in chain(alone, kernels) if fits(kernel, problem, description))
 
@@ -99,6 +114,9 @@ def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
 
 
 def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
+    if problem.geometry.is_table:
+        yield from map(SharedFloat, _by_time(_FLOAT, description, problem))
+        return
     narrow = problem.x_dtype != torch.float32
     tile = _matrix(description, "f16", "f32")
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from qcore import Conv2dRequest, EmbeddingRequest, LinearRequest, OutputInt8, StaticInt8
-from qcore.plugin_api import Scheme, base_name, scheme_of
+from qcore.plugin_api import GroupedLinearRequest, Scheme, base_name, scheme_of
 
 from ... import eligibility, steps
 from ...builder import Ref
@@ -18,12 +18,12 @@ from ...calls import geometry
 from ...device import Buffer
 from ...steps import Image, Rows, rows_pitch
 from ...steps.codes import decode, encode
-from ...steps.gather import gather
+from ...steps.gather import gather, take_along
 from ...steps.operand import HALVES, Operand, contiguous_strides, over
-from ...steps.pointwise import binary, convert, where
+from ...steps.pointwise import binary, convert
 from ...steps.reductions import cumsum, reduce
 from ..lowering import Lowering
-from ..residents import Experts, Weight
+from ..residents import Weight
 from ..views import reshaped
 from .registry import rule
 
@@ -49,13 +49,17 @@ def _request(node: fx.Node) -> Any:
     x = args[0].meta["val"]
     if name == "embedding":
         return EmbeddingRequest(_CPU, args[4], _ANY_TABLE, args[3], scheme_of(args[2]).weight)
+    if name == "grouped_linear":
+        scheme, sizes = scheme_of(args[4]), (args[1].meta["val"].shape[0], args[5], x.shape[-1])
+        form: Any = (scheme.weight, scheme.activation, args[3] is not None, False)
+        return GroupedLinearRequest(_CPU, x.dtype, args[6], *sizes, *form)
     scheme = scheme_of(args[3])
-    form = (scheme.weight, scheme.activation, scheme.output, args[2] is not None, False)
+    whole = (scheme.weight, scheme.activation, scheme.output, args[2] is not None, False)
     if name == "linear":
-        return LinearRequest(_CPU, x.dtype, args[5], args[4], x.shape[-1], None, *form)
+        return LinearRequest(_CPU, x.dtype, args[5], args[4], x.shape[-1], None, *whole)
     kernel, stride, padding, dilation = (tuple(pair) for pair in args[5:9])
-    sizes = (kernel, stride, padding, dilation, args[9])
-    return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *sizes, *form)
+    window = (kernel, stride, padding, dilation, args[9])
+    return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *window, *whole)
 
 
 def rows_of(c: Lowering, x: Operand) -> Rows:
@@ -69,6 +73,12 @@ def rows_of(c: Lowering, x: Operand) -> Rows:
     made = Rows(c.b.scratch(4 * rows * pitch), rows, k, pitch, torch.float32)
     convert(c.b, x, torch.float32, out=operand_of(made, x.shape))
     return made
+
+
+def _activations(c: Lowering, node: fx.Node, x: Operand) -> Rows:
+    """What a product of ``node`` reads, made of its first argument: no more precise than the model computes."""
+    value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return replace(rows_of(c, x), coarse=value.dtype in HALVES)
 
 
 def _as_rows(c: Lowering, x: Operand) -> Rows | None:
@@ -102,54 +112,45 @@ def _linear(
     c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
-    x = _ordered(c, _decoded(c, x, of), weight)
-    rows = replace(rows_of(c, x), coarse=_value(node).dtype in HALVES)
+    rows = _activations(c, node, _ordered(c, _decoded(c, x, of), weight))
     y = steps.linear(c.b, rows, weight.weight, buffer, *_quantization(of))
     return _finished(c, operand_of(y, node.meta["val"].shape), rest, of)
 
 
-def _value(node: fx.Node) -> torch.Tensor:
-    """What a node takes first, as torch sees it."""
-    value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return value
-
-
-_MOST_EXPERTS = 32
-"""A program multiplies by the weight of each."""
-
-
-def _why_not_grouped(node: fx.Node) -> str:
-    args: Any = node.args
-    experts, scheme = args[1].meta["val"].shape[0], scheme_of(args[4])
-    if experts > _MOST_EXPERTS:
-        return f"{experts} experts are more than the {_MOST_EXPERTS} by which a program of qcore_vulkan multiplies"
-    form = (scheme.weight, scheme.activation, scheme.output, False, False)
-    return eligibility.why_not(
-        LinearRequest(_CPU, args[0].meta["val"].dtype, args[6], args[5], args[0].meta["val"].shape[-1], None, *form)
-    )
-
-
-@rule("qcore_graph.grouped_linear", why_not=_why_not_grouped)
+@rule("qcore_graph.grouped_linear", why_not=_why_not)
 def _grouped_linear(
-    c: Lowering, node: fx.Node, x: Operand, ends: Operand, weight: Experts, bias: Operand | None, scheme: str, n: int,
-    *_: Any,
-) -> Operand:  # fmt: skip
-    """All rows by each expert's weight; a row takes the result of its own expert, which only the device knows."""
+    c: Lowering, node: fx.Node, x: Operand, ends: Operand, weight: Weight, bias: Operand | None, scheme: str, *_: Any
+) -> Operand:
     of, count = scheme_of(scheme), x.shape[0]
-    whole = None if any(one.order is not None for one in weight.each) else rows_of(c, x)
-    y = c.filled(0.0, torch.float32, (count, n))
+    ends = c.ends(node.args[1], count)
+    rows = _activations(c, node, _ordered_by_expert(c, _decoded(c, x, of), ends, weight))
+    joined = _with_biases(c, ends, bias)
+    activation: Any = of.activation
+    y = steps.grouped_linear(c.b, rows, weight.weight, joined, activation, torch.float32)
+    return operand_of(y, node.meta["val"].shape)
+
+
+def _with_biases(c: Lowering, ends: Operand, bias: Operand | None) -> steps.Ends:
+    """The ends of experts' rows, followed by their biases."""
+    count = ends.numel
+    if bias is None:
+        return steps.Ends(ends.ref, count, biased=False)
+    ref = c.b.scratch(4 * (count + bias.numel))
+    convert(c.b, ends, torch.int32, out=over(ref, ends.shape, torch.int32))
+    convert(c.b, bias, torch.float32, out=replace(over(ref, bias.shape, torch.float32), offset=count))
+    return steps.Ends(ref, count, biased=True)
+
+
+def _ordered_by_expert(c: Lowering, x: Operand, ends: Operand, weight: Weight) -> Operand:
+    """The operand with the columns of each row in the order of its expert's weight."""
+    if weight.order is None:
+        return x
+    count, k = x.shape
     behind = cumsum(c.b, c.filled(1, torch.int32, (count,)), 0)  # 1 for the first row
     passed = binary(c.b, "lt", ends.unsqueeze(1), behind.unsqueeze(0))
-    expert = reduce(c.b, "sum", c.cast(passed, torch.int32), (0,))
-    for e, one in enumerate(weight.each):
-        mark = c.b.mark()
-        rows = replace(whole or rows_of(c, _ordered(c, x, one)), coarse=_value(node).dtype in HALVES)
-        found = operand_of(steps.linear(c.b, rows, one.weight, None, *_quantization(of)), (count, n))
-        if bias is not None:
-            found = binary(c.b, "add", found, c.cast(bias.select(0, e), torch.float32))
-        where(c.b, binary(c.b, "eq", expert, e).unsqueeze(1), found, y, out=y)
-        c.b.rewind(mark)
-    return y
+    expert = binary(c.b, "minimum", reduce(c.b, "sum", c.cast(passed, torch.int32), (0,)), ends.numel - 1)
+    order = over(Ref(weight.order, 0, weight.order.nbytes), (ends.numel, k), torch.int32)
+    return take_along(c.b, x, 1, gather(c.b, order, 0, expert))
 
 
 def _decoded(c: Lowering, x: Operand, scheme: Scheme) -> Operand:
@@ -191,7 +192,7 @@ def _conv2d(
     batch, channels, height, width = x.shape
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
     kernel, stride, padding, dilation, groups, _ = sizes
-    pixels = rows_of(c, _decoded(c, x, of).permute((0, 2, 3, 1)))
+    pixels = _activations(c, node, _decoded(c, x, of).permute((0, 2, 3, 1)))
     image = Image(pixels, batch, channels, height, width)
     shape = geometry(kernel, stride, padding, dilation, groups)
     y = steps.conv2d(c.b, image, weight.weight, buffer, shape, *_quantization(of))
