@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qcore
-from qcore.formats import find_element, registered_elements
+from qcore.formats import Element, find_element, registered_elements
 from qcore.formats.scales import exponents
 from qcore.weights.parts import parts
 from qcore.weights.schemes import SHORT_NAMES, TABLE_SCHEMES, Scheme
@@ -222,3 +222,24 @@ def test_two_levels_are_those_of_the_tools():
     assert torch.equal(divided.scale.float(), (groups / 6 * reach).to(torch.float8_e4m3fn).float())
     times = qcore.quantize(dense, "fp4-g16-e4m3", "absmax")
     assert torch.equal(times.global_scale, dense.abs().max() / (6 * 448))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's doing
+def test_a_table_is_a_constant_of_a_dynamic_graph():
+    # Two backward passes that looked floats up as inputs of one graph broke Dynamo.
+    element = Element.table("dynamic4", [value / 4 for value in range(16)])
+    codes = torch.arange(16, dtype=torch.uint8)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * element.decode(codes)
+
+    x = torch.ones(3, 16, requires_grad=True)
+    compiled = torch.compile(lambda x: Scaled.apply(Scaled.apply(x)), fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert torch.equal(x.grad, torch.tensor(element.values).square().expand(3, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -131,6 +132,24 @@ def test_long_sums_stay_in_int32(scheme):
     x[1] = -127.0
     x[:, 0] = 126.0  # an asymmetric range that does not begin at 0 has a zero point
     judge(kernel, request, x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "wfp4a16", "w8a8", "w8a16", "w4a8-g32"])
+def test_sums_in_words_of_16_bits_hold_the_largest(scheme, rows):
+    for k, sign, dtype in itertools.product((8, 40, 104, 136), (1.0, -1.0), (torch.float32, torch.bfloat16)):
+        kernel, request = kernel_for(scheme, dtype, 33, k)
+        element = request.weight.element
+        ends = (7, 15) if element.values else element.code_range  # of fp4: 6 and -6
+        for code in ends:
+            codes = torch.full((33, k), code, dtype=element.code_dtype)
+            scale = torch.full((request.weight.groups(k), 33), 0.01)
+            judge(
+                kernel,
+                request,
+                torch.full((rows, k), sign, dtype=dtype),
+                qcore.QTensor.from_codes(codes, scale, None, request.weight),
+            )
 
 
 def test_digits_hold_float32():

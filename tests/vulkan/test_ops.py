@@ -196,7 +196,7 @@ torchs_own = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 def test_gradients_in_one_graph_and_with_the_right_format():
     # The forward passes of these are the same op: a graph must not serve a weight of another format.
     schemes = ("w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g32-asym/plain_int32", "w8a8", "w8a16")
-    for scheme in (*schemes, "wfp8_e5m2a16", "wfp8a16-g32-e8m0", "wfp8a16-g16-e4m3"):
+    for scheme in (*schemes, "wfp8_e5m2a16", "wfp8a16-g32-e8m0", "wfp8a16-g16-e4m3", "mxfp4", "wnf4a16-g64"):
         torch._dynamo.reset()
         with qcore.using("vulkan", strict=True):
             model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 7))

@@ -33,14 +33,14 @@ static inline __attribute__((always_inline)) F number_of_8(const float* table, F
 template <Element E>
 struct Decoder {
   static constexpr bool FOUR = E != INT8 && E != FLOAT8;
+  alignas(64) float whole[E == HALVES4 ? 16 : 1];  // `Numbers` may be its address
   Numbers numbers;
   const float* table;
   Formula formula;
-  explicit inline Decoder(const Weight& w) : numbers(), table(w.table), formula(w.formula) {
+  explicit inline Decoder(const Weight& w) : whole(), numbers(), table(w.table), formula(w.formula) {
     if constexpr (E == FLOAT4) {
       numbers = numbers16(w.table);
     } else if constexpr (E == HALVES4) {
-      alignas(64) float whole[16];
       for (int i = 0; i < 16; i++) whole[i] = (float)((int)w.whole[i] - w.offset);
       numbers = numbers16(whole);
     }

@@ -7,7 +7,7 @@ constexpr int DIGIT_ROWS = 4;  // 8 accumulators and 4 vectors of codes in 16 re
 constexpr int PANEL_ROWS = 6;  // 12 accumulators, 2 vectors of numbers, a broadcast
 #ifdef QCORE_VNNI
 constexpr int FLOAT_PANEL_FROM = 64;  // rows from which on float x meets integer codes as numbers
-#else  // a product of bytes takes three instructions, of 8-bit codes seven, and float x has two or three digits
+#else  // a product of 32 bytes takes two instructions, of 8-bit codes five, and float x has two or three digits
 constexpr int FLOAT_PANEL_FROM = 16;
 #endif
 constexpr int FLOATS_FROM_4[2] = {0, 4}, FLOATS_FROM_8[2] = {6, 2};  // rows of x that has 2 or 3 digits; 0: never

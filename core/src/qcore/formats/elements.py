@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Element:
     name: str
     bits: int
     values: tuple[float, ...] | None = None
+    _text: ClassVar[str]
 
     def __post_init__(self) -> None:
         name: Any = self.name
@@ -61,6 +62,7 @@ class Element:
         if not finite or any(value != _float32(value) for value in finite):
             raise FormatError(f"the table of element {self.name!r} must hold finite float32 numbers.")
         object.__setattr__(self, "values", values)
+        object.__setattr__(self, "_text", " ".join(map(repr, values)))
 
     def _key(self) -> tuple[str, int, bytes]:
         # Bytes, because NaN is not equal to itself.
@@ -141,7 +143,9 @@ class Element:
         assert self.values is not None
         # A table created under a trace belongs to the trace.
         if torch.compiler.is_compiling() or device.type in ("meta", "xla") or _is_faked():
-            return torch.tensor(self.values, dtype=torch.float32, device=device).to(dtype)
+            # From text: Dynamo takes the floats of an object for inputs of a graph whose sizes are dynamic.
+            values = [float(word) for word in self._text.split()]
+            return torch.tensor(values, dtype=torch.float32, device=device).to(dtype)
         return _cached_lookup(self, device, dtype)
 
     def nearest(self, values: Tensor) -> Tensor:
