@@ -1,30 +1,71 @@
-"""Packed weights as arrays of codes, split into planes so that unpacking moves no data.
+"""Packed weights as arrays of codes, split into planes so that unpacking moves no data, and their scales.
 
-int8 weights are int8 arrays and int4 ones int32 words of eight nibbles: nibble j of word i of a run of K codes is code
-``j * K/8 + i``, so plane j of the words is a run of K/8 consecutive codes. Arrays of `jax.numpy.int4` are used as is.
+Codes of 8 bits are int8 arrays and those of 4 bits int32 words of eight nibbles: nibble j of word i of a run of K codes
+is code ``j * K/8 + i``, so plane j of the words is a run of K/8 consecutive codes. Arrays of `jax.numpy.int4` are used
+as is. `Encoding` says which numbers the codes and the stored scales stand for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 NIBBLES = 8
 """Codes per int32 word."""
+_OF_NIBBLES = 16
+"""Entries of a table of 4 bits."""
+_SMALLEST_EXPONENT = 0x00400000
+"""The bits of 2**-127, a subnormal float32: byte 0 of e8m0."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What stored codes and scales stand for.
+
+    **Fields:** ``float8``: the NumPy name of the float type whose bytes the codes are; ``table``: the 16 or 256 numbers
+    that codes of 4 or 8 bits index; with neither, codes are signed integers. ``scale``: the value of the
+    `qcore.ScaleType`: "float", "e8m0", "e4m3" or "e4m3d".
+    """
+
+    float8: str = ""
+    table: tuple[float, ...] = ()
+    scale: str = "float"
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are signed integers."""
+        return not (self.float8 or self.table)
+
+    def fits(self, dtype: Any) -> bool:
+        """Whether a float dtype holds the numbers of all codes exactly."""
+        return _fits(self.table, jnp.dtype(dtype))
+
+
+INTEGERS = Encoding()
+"""Signed integers with float scales."""
+
+
+@lru_cache(maxsize=256)
+def _fits(table: tuple[float, ...], dtype: Any) -> bool:
+    exact = np.asarray(table, np.float32)
+    return bool((exact.astype(dtype).astype(np.float32) == exact).all())
 
 
 @jax.tree_util.register_pytree_node_class
 class Coded:
-    """Words whose nibbles are numbers of a table, in the place of an array of codes: `planes` gives these numbers.
+    """Codes that are no integers, in the place of an array of codes: `planes` gives the numbers they stand for.
 
-    **Fields:** ``words``: int32; ``table``: 16 numbers.
+    **Fields:** ``words``: int8, or int32 of nibbles; ``encoding``.
     """
 
-    def __init__(self, words: Any, table: tuple[float, ...]) -> None:
-        self.words, self.table = words, table
+    def __init__(self, words: Any, encoding: Encoding) -> None:
+        self.words, self.encoding = words, encoding
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,26 +84,47 @@ class Coded:
 
     def reshape(self, *shape: int) -> Coded:
         """The same words in another shape."""
-        return Coded(self.words.reshape(*shape), self.table)
+        return Coded(self.words.reshape(*shape), self.encoding)
 
-    def taken(self, indices: Array) -> Coded:
-        """Rows of the words."""
-        return Coded(jnp.take(self.words, indices, axis=0, mode="clip"), self.table)
-
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[float, ...]]:
+    def tree_flatten(self) -> tuple[tuple[Any], Encoding]:
         """For JAX."""
-        return (self.words,), self.table
+        return (self.words,), self.encoding
 
     @classmethod
-    def tree_unflatten(cls, table: tuple[float, ...], words: tuple[Any]) -> Coded:
+    def tree_unflatten(cls, encoding: Encoding, words: tuple[Any]) -> Coded:
         """For JAX."""
-        return cls(words[0], table)
+        return cls(words[0], encoding)
 
 
-def planes(data: Array | Coded, axis: int, dtype: jnp.dtype) -> Array:
+Codes: TypeAlias = Array | Coded
+"""Codes as `planes` takes them."""
+
+
+def coded(data: Array, of: Encoding) -> Codes:
+    """Stored codes as an argument of `planes`."""
+    return data if of.integer else Coded(data, of)
+
+
+def scales(scale: Array, factor: Array | None, of: Encoding) -> Array:
+    """The numbers that stored scales stand for: float scales as they are, others in float32.
+
+    ``scale``: ``(..., G, N)`` of floats, uint8 (e8m0), or the bytes of e4m3, int8; ``factor``: float32, the global
+    scale of the latter, which broadcasts. Products and quotients are rounded once, as the formats specify.
+    """
+    if of.scale == "float":
+        return scale
+    if of.scale == "e8m0":
+        bits = scale.astype(jnp.int32)
+        return lax.bitcast_convert_type(jnp.where(bits == 0, _SMALLEST_EXPONENT, bits << 23), jnp.float32)
+    assert factor is not None
+    wide = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+    return wide * factor if of.scale == "e4m3" else wide / factor
+
+
+def planes(data: Codes, axis: int, dtype: jnp.dtype) -> Array:
     """Codes of ``dtype`` with ``axis``, the one along K, split in two: (planes, codes per plane)."""
     if isinstance(data, Coded):
-        return _looked_up(planes(data.words, axis, jnp.dtype(jnp.int32)), data.table, dtype)
+        return _decoded(data, axis, dtype)
     expanded = lax.expand_dims(data, (axis,))
     if data.dtype != jnp.int32:
         return expanded.astype(dtype)
@@ -71,6 +133,16 @@ def planes(data: Array | Coded, axis: int, dtype: jnp.dtype) -> Array:
     up = 28 - 4 * lax.broadcasted_iota(jnp.int32, shape, axis)
     words = jnp.broadcast_to(expanded, shape)
     return lax.shift_right_arithmetic(lax.shift_left(words, up), jnp.full(shape, 28, jnp.int32)).astype(dtype)
+
+
+def _decoded(data: Coded, axis: int, dtype: jnp.dtype) -> Array:
+    float8, table = data.encoding.float8, data.encoding.table
+    if float8:
+        return planes(lax.bitcast_convert_type(data.words, jnp.dtype(float8)), axis, dtype)
+    codes = planes(data.words, axis, jnp.dtype(jnp.int32))
+    if len(table) > _OF_NIBBLES:
+        return jnp.take(jnp.asarray(table, dtype), codes & (len(table) - 1), mode="clip")
+    return _looked_up(codes, table, dtype)
 
 
 def _looked_up(codes: Array, table: tuple[float, ...], dtype: jnp.dtype) -> Array:
@@ -82,6 +154,6 @@ def _looked_up(codes: Array, table: tuple[float, ...], dtype: jnp.dtype) -> Arra
     return found[0]
 
 
-def length(data: Array | Coded, axis: int) -> int:
+def length(data: Codes, axis: int) -> int:
     """Codes along ``axis``."""
     return int(data.shape[axis]) * (NIBBLES if data.dtype == jnp.int32 else 1)
