@@ -152,19 +152,58 @@ def prepared(
     On a CPU x is a NumPy array that the next call may overwrite.
     """
     of, rows = call.plan, x.shape[-2]
-    native = not x.is_cpu
-    count = bucket(rows, 1 if of.by_rows else _FEWEST)
+    filled, count = _padded_rows(x, of)
     fresh, parameters = _parameters(given, rows, count)
-    padding = _mask(of, x.device) if weight.sums is not None and weight.zero is not None else None
     if bias is not None:
         added = biases.filled(bias, weight.data, of)
     else:
-        added = _no_bias(of, x.device) if native else call.no_bias_on_cpu
-    filled = _filled(x, of, count, native) if native or not of.dense else SCRATCH.filled(x, count, of.columns)
+        added = call.no_bias_on_cpu if x.is_cpu else _no_bias(of, x.device)
     tensors = (
-        filled, weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters, weight.factor,
+        filled, weight.data, weight.scale, weight.zero, added, weight.sums, _padding(weight, of, x.device),
+        *parameters, weight.factor,
     )  # fmt: skip
-    return call.body, form_of(call, x.device.type) if native else call.form_on_cpu, tensors, fresh
+    return call.body, call.form_on_cpu if x.is_cpu else form_of(call, x.device.type), tensors, fresh
+
+
+def _padded_rows(x: Tensor, of: Plan) -> tuple[Any, int]:
+    """What the product takes of x ``(..., M, K)``, and its number of rows."""
+    count = bucket(x.shape[-2], 1 if of.by_rows else _FEWEST)
+    if x.is_cpu and of.dense:
+        return SCRATCH.filled(x, count, of.columns), count
+    return _filled(x, of, count, native=not x.is_cpu), count
+
+
+def _padding(weight: Weight, of: Plan, device: torch.device) -> Tensor | None:
+    return _mask(of, device) if weight.sums is not None and weight.zero is not None else None
+
+
+def experts(x: Tensor, weight: Weight, bias: Tensor | None, offsets: Tensor, given: Given, call: Call) -> Tensor:
+    """`linear` of rows x ``(T, K)``, each with the weight of its expert: tensors of E, bias ``(E, N)``.
+
+    ``offsets``: int32 ``(E,)``, the end of each expert's rows; rows after the last end give 0.
+    """
+    rows, of = x.shape[0], call.plan
+    if rows > MOST_ROWS:
+        pieces = []
+        for at in range(0, rows, MOST_ROWS):
+            ends = (offsets - at).clamp(0, MOST_ROWS)
+            pieces.append(experts(x[at : at + MOST_ROWS], weight, bias, ends, given, call))
+        return torch.cat(pieces)
+    if not rows:
+        return x.new_empty((0, of.n), dtype=call.out_dtype)
+    engine = base.find(x.device.type)
+    assert engine is not None
+    added = None if bias is None else pad(bias.detach().float(), (0, of.rows - of.n))
+    tensors = (
+        _padded_rows(x, of)[0], weight.data, weight.scale, weight.zero, added, weight.sums,
+        _padding(weight, of, x.device), given.x_scale, given.x_zero, weight.factor, offsets,
+    )  # fmt: skip
+    y = engine.run(_body("experts"), form_of(call, x.device.type), tensors, _EXPERTS_TOO, (rows, of.n))
+    return y[:rows, : of.n].to(call.out_dtype).contiguous()
+
+
+_EXPERTS_TOO = (0, 4, 10)
+"""Positions of arguments that change with each call: x, the bias, the ends of experts' rows."""
 
 
 def embedding(
@@ -260,7 +299,7 @@ def _mask(of: Plan, device: torch.device) -> Tensor | None:
 @lru_cache(maxsize=4096)
 def form_of(call: Call, kind: str) -> Any:
     """The `qcore_xla.bodies.form.Form` of a product on a type of torch device."""
-    from .bodies.form import Form
+    from .bodies.form import Form, is_int8
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
     of = call.plan
@@ -269,15 +308,14 @@ def form_of(call: Call, kind: str) -> Any:
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
     encoding = encoding_of(call.format)
     words = of.bits == NIBBLE_BITS and encoding.integer
-    tiled = on_tpu and words and call.activation in _INT8 and of.heads == 1 and of.length >= _TILE
-    few = kind == "cuda" and words and call.activation not in _FP8 and of.by_rows and triton()
+    tiled = on_tpu and words and is_int8(call.activation) and of.heads == 1 and of.length >= _TILE
+    few = kind == "cuda" and words and call.activation == "float" and of.by_rows and triton()
     return Form(
         call.activation,  # type: ignore[arg-type]
         _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled or few, encoding=encoding,
     )  # fmt: skip
 
 
-_INT8, _FP8 = frozenset({"symmetric", "asymmetric", "given"}), frozenset({"fp8", "fp8-groups", "fp8-given"})
 _FLOAT8 = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Elements that XLA has as types."""
 
@@ -327,6 +365,7 @@ def _name(dtype: torch.dtype) -> str:
 @lru_cache(maxsize=8)
 def _body(name: str) -> Any:
     """A function of `bodies`, which import JAX."""
-    from .bodies import embedding, linear
+    from .bodies import embedding, experts, linear
 
-    return getattr(embedding if name == "embedding" else linear, name)
+    modules = {"embedding": embedding, "experts": experts}
+    return getattr(modules.get(name, linear), name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore.plugin_api import convolved_size, define_op, given_numbers
+from qcore.plugin_api import check_offsets, convolved_size, define_op, given_numbers
 
 from . import calls
 from .calls import Given, Weight, call_of, number, scheme_of
@@ -60,6 +60,27 @@ def _linear_fake(
     return x.new_empty((x.shape[0], n), dtype=rest[-1])
 
 
+def grouped_linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None, sums: Tensor | None,
+    bias: Tensor | None, offsets: Tensor, n: int, k: int, scheme: str, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``A(x) @ W[e]^T + bias[e]`` for the rows of each expert: x ``(T, K)`` to ``(T, N)``, offsets int32 ``(E,)``."""
+    check_offsets(offsets, data.shape[0], x.shape[0])
+    if offsets.device.type != "cpu":
+        ascends = (offsets.diff() >= 0).all() & (offsets[0] >= 0) & (offsets[-1] <= x.shape[0])
+        torch._assert_async(ascends)  # noqa: SLF001 - torch's own way for devices
+    call = call_of(x.device, n, k, scheme, 1, out_dtype)
+    weight = Weight(data, scale, zero, factor, sums)
+    return calls.experts(x, weight, bias, offsets, _given(scheme, x.device), call)
+
+
+def _grouped_linear_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None, sums: Tensor | None,
+    bias: Tensor | None, offsets: Tensor, n: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
+
+
 def conv2d(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None, sums: Tensor | None,
     bias: Tensor | None, n: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
@@ -98,6 +119,12 @@ op_linear = _define(
     f"Tensor? out_scale, Tensor? out_zero_point, int n, int k, str scheme, ScalarType out_dtype) -> Tensor",
     linear,
     _linear_fake,
+)
+op_grouped_linear = _define(
+    f"grouped_linear(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, Tensor offsets, int n, int k, str scheme, "
+    f"ScalarType out_dtype) -> Tensor",
+    grouped_linear,
+    _grouped_linear_fake,
 )
 op_conv2d = _define(
     f"conv2d(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? bias, int n, int[2] kernel, int[2] stride, int[2] padding, "

@@ -9,10 +9,35 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .form import Form, is_int8
+from .linear import linear
+
 _FEW = 4
 """Up to this many rows per expert, rows are multiplied one by one, each with its own expert's weight."""
+_LEAST = 4
+"""XLA's int8 product of fewer rows is 20 times slower on a CPU."""
 Own = Any
 """A pytree of what belongs to one expert; with a first dimension E, of all."""
+
+
+def experts(
+    x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None, sums: Array | None,
+    mask: Array | None, x_scale: Array | None, x_zero: Array | None, factor: Array | None, ends: Array, *, form: Form,
+) -> Array:  # fmt: skip
+    """`linear` with the weights of E experts: arrays of weight and bias have a first dimension E.
+
+    ``ends``: see `by_experts`. ``x_scale``, ``x_zero``: ``(1,)``.
+    """
+
+    def multiply(rows: Array, own: Own) -> Array:
+        count = rows.shape[0]
+        if is_int8(form.activation) and not form.rows and count < _LEAST:
+            rows = jnp.pad(rows, ((0, _LEAST - count), (0, 0)))
+        codes, s, z, added, own_sums, own_factor = own
+        y = linear(rows, codes, s, z, added, own_sums, mask, x_scale, x_zero, factor=own_factor, form=form)
+        return y[:count]
+
+    return by_experts(multiply, x, ends, (data, scale, zero, bias, sums, factor))
 
 
 def by_experts(multiply: Callable[[Array, Own], Array], x: Array, ends: Array, parts: Own) -> Array:

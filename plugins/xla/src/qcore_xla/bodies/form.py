@@ -12,6 +12,11 @@ Activation: TypeAlias = Literal["float", "symmetric", "asymmetric", "given", "fp
 parameters; to fp8 (e4m3) per token, per group of the weight, or with a given scale."""
 
 
+def is_int8(kind: str) -> bool:
+    """Whether x is quantized to int8."""
+    return kind in {"symmetric", "asymmetric", "given"}
+
+
 @dataclass(frozen=True)
 class Form:
     """The static part of a call; everything else is arrays.

@@ -18,15 +18,15 @@ from jax.sharding import PartitionSpec
 from torch import Tensor
 
 from qcore import DynamicFP8, Format, QTensor, Scheme
-from qcore.plugin_api import DynamicInt8, StaticInt8, given_numbers
+from qcore.plugin_api import given_numbers
 
 from .. import packing, tables
 from ..bodies.embedding import embedding
 from ..bodies.experts import by_experts
-from ..bodies.form import Form
+from ..bodies.form import Form, is_int8
 from ..bodies.linear import grouped, linear
 from ..bodies.transposed import grouped_transposed, transposed
-from ..calls import bucket, call_of, form_of, has_zeros, table_form
+from ..calls import bucket, call_of, form_of, has_zeros, kind_of, table_form
 from ..packing import Plan
 from ..tables import TablePlan
 from .meshes import MeshCut
@@ -142,7 +142,7 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
     if of.platform == "cpu" and x.dtype != jnp.int8:
         x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
-    int8 = isinstance(of.scheme.activation, (DynamicInt8, StaticInt8))
+    int8 = is_int8(kind_of(of.scheme.activation))
     filled = _filled(x, plan, bucket(rows, 4 if int8 and not plan.by_rows else 1))
     mask, sums = None, weight.get("sums")
     if sums is not None and weight.get("zero") is not None and plan.columns != plan.k:
