@@ -17,6 +17,7 @@ from qcore_xla import calls, packing
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
+from qcore_xla.graphs.crossing import array_of
 from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.packing import wants_rows
 
@@ -30,7 +31,7 @@ class Recorder:
         self.engine, self.asked = engine, []
 
     def run(self, function, form, tensors, *rest):
-        self.asked.append((function, form, [None if t is None else torch.as_tensor(t).numpy().copy() for t in tensors]))
+        self.asked.append((function, form, [None if t is None else torch.as_tensor(t).clone() for t in tensors]))
         return self.engine.run(function, form, tensors, *rest)
 
 
@@ -56,7 +57,7 @@ def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
     assert LINEAR.judge(here, y).ok
     ((function, form, tensors),) = recorder.asked
     assert form.scan
-    arrays = [None if t is None else jax.numpy.asarray(t) for t in tensors]
+    arrays = [None if t is None else array_of(t) for t in tensors]
     other = function(*arrays, form=replace(form, scan=False))
     np.testing.assert_allclose(np.asarray(other)[:3, :20], y.float().numpy(), rtol=1e-4, atol=1e-4)
 
@@ -154,7 +155,7 @@ def test_activations_of_16_bits(problem, monkeypatch, scheme, dtype, rows):
         here.weight, packing.plan(20, 256, here.weight.format.bits, here.weight.format.group_size, 1, of)
     )
     form = replace(kernel._call.form_on_cpu, out_dtype=dtype, rows=of)
-    parts = {name: jax.numpy.asarray(part.numpy()) for name, part in packed.items()}
+    parts = {name: array_of(part) for name, part in packed.items()}
     monkeypatch.setattr(bodies, "_MANY_ROWS", 5)
     x = jax.numpy.asarray(here.x.float().numpy()).astype(dtype)
     y = bodies.linear(x, parts["data"], parts["scale"], None, None, factor=parts.get("factor"), form=form)
@@ -174,8 +175,7 @@ def temporary_bytes(scheme, rows, n, k):
     data = spec((of.slices, words, of.rows), "int32" if of.bits == 4 else "int8")
     call = calls.call_of(torch.device("cpu"), n, k, scheme, 1, torch.float32)
     form = calls.form_of(call, "cpu")
-    stored = {"float": "float32", "e8m0": "uint8"}[parsed.weight.scale.value]
-    arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), stored), None, None)
+    arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), "float32"), None, None)
     compiled = jax.jit(lambda *a: bodies.linear(*a, form=form)).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcore import Format, FormatError, QTensor, ZeroPoint
+from qcore import Format, FormatError, QTensor, ScaleType, ZeroPoint
 from qcore.contracts.inputs import Draw
-from qcore.formats import PLAIN_INT32
+from qcore.formats import PLAIN_INT32, effective_scale
 from qcore.resolving.verification import difference
 from qcore_xla import packing, tables
 
@@ -66,16 +66,23 @@ def test_int4_weights_take_half_a_byte_per_code():
     assert data.nbytes == 64 * 1024 // 2
 
 
-def test_scales_stay_as_they_are_stored():
-    packed = {
-        text: packing.pack(weight(64, 128, Format.parse(text)), packing.plan(64, 128, 4, 16)) for text in TABLES[4:6]
-    }
-    for parts in packed.values():
-        assert parts["scale"].dtype == torch.int8
-        assert parts["scale"].shape == (8, 64)
-        assert parts["factor"].shape == (1, 64)
-    exponents = packing.pack(weight(64, 128, Format.parse("fp4-g32-e8m0")), packing.plan(64, 128, 4, 32))
-    assert exponents["scale"].dtype == torch.uint8
+@pytest.mark.parametrize("text", ["fp4-g16-e4m3", "fp4-g32-e8m0"])
+def test_scales_are_floats_of_16_bits(text):
+    form = Format.parse(text)
+    w = weight(64, 128, form)
+    packed = packing.pack(w, packing.plan(64, 128, 4, form.group_size))
+    factor = packed["factor"] if form.scale.has_global else 1.0
+    assert packed["scale"].dtype == torch.bfloat16
+    assert torch.equal(packed["scale"].float() * factor, w.scales())
+
+
+@pytest.mark.parametrize("kind", [ScaleType.E8M0, ScaleType.E4M3, ScaleType.E4M3D])
+def test_every_stored_scale_comes_back(kind):
+    bits = torch.arange(255, dtype=torch.uint8)
+    stored = bits if kind is ScaleType.E8M0 else bits[bits != 127].view(torch.float8_e4m3fn)
+    floats = packing._float_scale(stored, kind)
+    assert torch.equal(floats.float(), effective_scale(kind, stored, torch.ones(()), torch.float32))
+    assert torch.equal(packing._stored_scale(floats, kind).view(torch.uint8), stored.view(torch.uint8))
 
 
 def test_experts_are_stacked():

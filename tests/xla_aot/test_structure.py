@@ -10,6 +10,7 @@ from qcore_xla import aot, aot_forms
 from qcore_xla.aot_forms import CHIPS
 
 FLOAT = ["w8a16", "w8a16-g128", "w4a16", "w4a16-g128"]
+ELEMENTS = ["wfp8a16", "mxfp8", "mxfp4", "nvfp4", "wnf4a16-g64", "wfp8afp8", "wfp8afp8-g128"]
 M, N, K = 16, 4096, 4096
 
 

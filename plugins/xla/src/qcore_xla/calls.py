@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import DynamicFP8, Format, StaticFP8
+from qcore import DynamicFP8, Format, ScaleType, StaticFP8
 from qcore.plugin_api import Activation, DynamicInt8, Packed, Scheme, check_indices
 
 from . import biases, environment
@@ -325,15 +325,13 @@ def encoding_of(format: Format) -> Any:
     """The `qcore_xla.codes.Encoding` of a format."""
     from .codes import Encoding
 
-    element, scale = format.element, format.scale.value
-    if element.is_integer:
-        return Encoding(scale=scale)
-    if element.name in _FLOAT8:
-        return Encoding(_FLOAT8[element.name], scale=scale)
+    element, divides = format.element, format.scale is ScaleType.E4M3D
+    if element.is_integer or element.name in _FLOAT8:
+        return Encoding(_FLOAT8.get(element.name, ""), divides=divides)
     values = element.values or ()
     missing = (1 << element.container_bits) - len(values)
     # No weight has codes of NaN and Inf; they are equal to no other number, as keys of caches should be.
-    return Encoding(table=(*(v if math.isfinite(v) else 0.0 for v in values), *[0.0] * missing), scale=scale)
+    return Encoding(table=(*(v if math.isfinite(v) else 0.0 for v in values), *[0.0] * missing), divides=divides)
 
 
 @lru_cache(maxsize=1)

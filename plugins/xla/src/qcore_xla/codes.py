@@ -1,8 +1,8 @@
-"""Packed weights as arrays of codes, split into planes so that unpacking moves no data, and their scales.
+"""Packed weights as arrays of codes, split into planes so that unpacking moves no data.
 
 Codes of 8 bits are int8 arrays and those of 4 bits int32 words of eight nibbles: nibble j of word i of a run of K codes
 is code ``j * K/8 + i``, so plane j of the words is a run of K/8 consecutive codes. Arrays of `jax.numpy.int4` are used
-as is. `Encoding` says which numbers the codes and the stored scales stand for.
+as is. `Encoding` says which numbers codes stand for.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ NIBBLES = 8
 """Codes per int32 word."""
 _OF_NIBBLES = 16
 """Entries of a table of 4 bits."""
-_SMALLEST_EXPONENT = 0x00400000
-"""The bits of 2**-127, a subnormal float32: byte 0 of e8m0."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What stored codes and scales stand for.
+    """What stored codes stand for.
 
     **Fields:** ``float8``: the NumPy name of the float type whose bytes the codes are; ``table``: the 16 or 256 numbers
-    that codes of 4 or 8 bits index; with neither, codes are signed integers. ``scale``: the value of the
-    `qcore.ScaleType`: "float", "e8m0", "e4m3" or "e4m3d".
+    that codes of 4 or 8 bits index; with neither, codes are signed integers. ``divides``: whether scales are divided by
+    the global scale, if a weight has one, or multiplied.
     """
 
     float8: str = ""
     table: tuple[float, ...] = ()
-    scale: str = "float"
+    divides: bool = False
 
     @property
     def integer(self) -> bool:
@@ -48,7 +46,7 @@ class Encoding:
 
 
 INTEGERS = Encoding()
-"""Signed integers with float scales."""
+"""Signed integers."""
 
 
 @lru_cache(maxsize=256)
@@ -105,20 +103,12 @@ def coded(data: Array, of: Encoding) -> Codes:
     return data if of.integer else Coded(data, of)
 
 
-def scales(scale: Array, factor: Array | None, of: Encoding) -> Array:
-    """The numbers that stored scales stand for: float scales as they are, others in float32.
-
-    ``scale``: ``(..., G, N)`` of floats, uint8 (e8m0), or the bytes of e4m3, int8; ``factor``: float32, the global
-    scale of the latter, which broadcasts. Products and quotients are rounded once, as the formats specify.
-    """
-    if of.scale == "float":
-        return scale
-    if of.scale == "e8m0":
-        bits = scale.astype(jnp.int32)
-        return lax.bitcast_convert_type(jnp.where(bits == 0, _SMALLEST_EXPONENT, bits << 23), jnp.float32)
-    assert factor is not None
-    wide = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
-    return wide * factor if of.scale == "e4m3" else wide / factor
+def times_global(x: Array, factor: Array | None, of: Encoding) -> Array:
+    """Scales, or products with them, by the global scale ``factor``, float32, which broadcasts; None: there is none."""
+    if factor is None:
+        return x
+    wide: Array = x.astype(jnp.float32)
+    return wide / factor if of.divides else wide * factor
 
 
 def planes(data: Codes, axis: int, dtype: jnp.dtype) -> Array:

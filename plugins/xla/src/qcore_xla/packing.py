@@ -11,9 +11,10 @@ dequantizes one at a time and an accelerator multiplies all of them at once:
 The codes of a slice are padded to a multiple of 8, the slices to a multiple of 128 codes and N to a multiple of 64:
 few different shapes, because XLA compiles each of them. A convolution in H channel groups has ``(H, S, b, N/H)``,
 padded to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, padded likewise
-(``(H, G, N/H)``): scales as they are stored, those in e4m3 as int8, the same bytes. Padding is 0 everywhere. The global
-scale of a weight is a `factor` ``(1, N)`` (``(H, 1, N/H)``), of which weights that are multiplied together have their
-own. Weights of experts are stacked along a first dimension.
+(``(H, G, N/H)``). Scales in e8m0 and e4m3 are bfloat16, which holds them exactly: XLA converts floats of 16 bits inside
+a product, and writes others to memory first. Padding is 0 everywhere. The global scale of a weight is a `factor`
+``(1, N)`` (``(H, 1, N/H)``): weights that are multiplied together have one each. Weights of experts are stacked along a
+first dimension.
 
 Products on a GPU need K innermost: there the layout is int8 ``(N, K)`` and int32 ``(N, K/8)`` per channel, the whole
 row one run, and int8 ``(N, G, g)`` and int32 ``(N, G, g/8)`` in groups if activations are floats.
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, Kernel, QTensor, ZeroPoint
+from qcore import Format, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Element, Packed, check_weight
 
 from .views import pack_whole, unpack_whole
@@ -152,13 +153,29 @@ def stacked(parts: Sequence[Packed]) -> dict[str, Tensor]:
 
 
 def parameters(weight: QTensor) -> dict[str, Tensor]:
-    """``scale`` and, if there is one, ``zero`` in the domain of the codes, ``(G, N)``, as they are packed.
-
-    Scales in e4m3 are the same bytes as int8, which every device can pad and every bridge can pass on.
-    """
-    found = {"scale": weight.scale.view(torch.int8) if weight.format.scale.has_global else weight.scale}
+    """``scale`` and, if there is one, ``zero`` in the domain of the codes, ``(G, N)``, as they are packed."""
+    found = {"scale": _float_scale(weight.scale, weight.format.scale)}
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     return found if zero is None else {**found, "zero": zero}
+
+
+_MANTISSA, _SMALLEST_EXPONENT = 7, 0x40
+"""Of bfloat16: bits of the mantissa, and the bits of 2**-127, which is byte 0 of e8m0."""
+
+
+def _float_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+    """Stored scales as floats, exactly."""
+    if kind is ScaleType.E8M0:
+        bits = scale.to(torch.int16)
+        return torch.where(bits == 0, _SMALLEST_EXPONENT, bits << _MANTISSA).view(torch.bfloat16)
+    return scale.to(torch.bfloat16) if kind.has_global else scale
+
+
+def _stored_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+    """The inverse of `_float_scale`."""
+    if kind is ScaleType.E8M0:
+        return torch.bitwise_right_shift(scale.view(torch.int16), _MANTISSA).to(torch.uint8)
+    return scale.to(torch.float8_e4m3fn) if kind.has_global else scale
 
 
 def restored(
@@ -169,9 +186,8 @@ def restored(
     ``bare``: takes a packed parameter to ``(G, N)``.
     """
     data = torch.cat([format.codec.encode(_element_codes(part, format.element)) for part in codes])
-    tensors = {"data": data, "scale": bare(packed["scale"])}
+    tensors = {"data": data, "scale": _stored_scale(bare(packed["scale"]), format.scale)}
     if format.scale.has_global:
-        tensors["scale"] = tensors["scale"].view(torch.float8_e4m3fn)
         tensors["global_scale"] = packed["factor"].flatten()[0].clone()
     if "zero" in packed:
         zero = bare(packed["zero"])

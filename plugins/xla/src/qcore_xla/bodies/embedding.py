@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ..codes import coded, length, planes, scales
+from ..codes import coded, length, planes, times_global
 from .form import Form
 
 
@@ -17,11 +17,11 @@ def embedding(
     """Rows of a table: indices ``(n,)`` int32 in ``0..V-1`` to ``(n, D)``.
 
     ``data``: codes as in `codes`, ``(V, D)``. ``scale``, ``zero``: ``(V, G)``; zero int8 is subtracted from codes, a
-    float is added to ``q * s``. ``factor``: the global scale ``(1, 1)``, if the encoding has one.
+    float is added to ``q * s``. ``factor``: the global scale ``(1, 1)``, if there is one.
     """
     rows = planes(coded(_taken(data, indices), form.encoding), 1, jnp.dtype(jnp.float32))
     values: Array = rows.reshape(indices.shape[0], scale.shape[1], length(data, 1) // scale.shape[1])
-    s = scales(_taken(scale, indices), factor, form.encoding).astype(jnp.float32)[:, :, None]
+    s = times_global(_taken(scale, indices), factor, form.encoding).astype(jnp.float32)[:, :, None]
     if zero is not None:
         z = _taken(zero, indices).astype(jnp.float32)[:, :, None]
         values = (values - z) * s if zero.dtype == jnp.int8 else values * s + z

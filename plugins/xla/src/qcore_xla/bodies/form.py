@@ -28,8 +28,8 @@ class Form:
     ``pallas``: integer weights of 4 bits are multiplied by `qcore_xla.pallas` if it has tiles for them (XLA would
     unpack the weight to memory): on TPUs with int8 activations, on GPUs with 16-bit floats and few rows;
     ``axis``: of a mesh, if this is one device's part of a product that is cut along K: results are summed over it;
-    ``local``: then each device quantizes its own part of a token by scales of its own; ``encoding``: what the codes and
-    scales of the weight stand for.
+    ``local``: then each device quantizes its own part of a token by scales of its own; ``encoding``: what the codes of
+    the weight stand for.
     """
 
     activation: Activation = "float"

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..codes import Codes, coded, length, planes, scales
+from ..codes import Codes, coded, length, planes, times_global
 from .form import Form
 from .quantize import activations, requantized
 
@@ -42,14 +42,15 @@ def linear(
     int32, sums of codes, if activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. Columns of data
-    beyond those of x are 0. ``factor``: ``(1, N)``, the global scale if the encoding has one.
+    beyond those of x are 0. ``factor``: ``(1, N)``, the global scale if there is one.
     """
-    scale, weight = scales(scale, factor, form.encoding), coded(data, form.encoding)
+    weight = coded(data, form.encoding)
     x, s_x, each, moved = _quantized(x, weight, scale, sums, mask, x_scale, x_zero, form)
-    alone = zero is None and bias is None and s_x is None and not form.axis
+    alone = all(part is None for part in (zero, bias, s_x, factor)) and not form.axis
     y, columns = _product(x, weight, scale, moved, each, form, alone)
     if zero is not None:
         y = y + _dot(_moved_sums(columns, moved, each, mask, scale.shape[0], x.shape[1]), added_by_zero(scale, zero))
+    y = times_global(y, factor, form.encoding)
     if s_x is not None and form.local:
         y, s_x = y * s_x, None
     if form.axis:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..codes import Codes, coded, planes, scales
+from ..codes import Codes, coded, planes, times_global
 from .form import Form
 from .linear import added_by_zero, contract
 
@@ -20,7 +20,7 @@ def transposed(
     dy: Array, data: Array, scale: Array, zero: Array | None, factor: Array | None = None, *, form: Form
 ) -> Array:
     """``dy @ W`` for dy ``(M, N)``, giving float32 ``(M, columns of data)``; the rest as for `linear.linear`."""
-    wide, s = dy.astype(jnp.float32), scales(scale, factor, form.encoding).astype(jnp.float32)
+    wide, s = times_global(dy, factor, form.encoding).astype(jnp.float32), scale.astype(jnp.float32)
     groups, codes = scale.shape[0], coded(data, form.encoding)
     if data.ndim == 2:
         dx = _rows(wide * s[0], codes)

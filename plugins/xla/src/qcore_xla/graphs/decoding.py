@@ -156,8 +156,7 @@ def _parts(x: Array, weight: Arrays, of: Layer, dtype: Any) -> Array | None:
     row = x.size == of.k and x.dtype == jnp.bfloat16 and form.out_dtype == "bfloat16" and not form.requantize
     if not (row and form.pallas and form.rows and data.dtype == jnp.int32 and of.cut is None and of.heads == 1):
         return None
-    plain = not weight.keys() - {"data", "scale"} and jnp.issubdtype(weight["scale"].dtype, jnp.floating)
-    if not plain or data.shape[0] != of.n:
+    if weight.keys() - {"data", "scale"} or data.shape[0] != of.n:
         return None
     slices = data.reshape(of.n, -1, data.shape[-1])
     if slices.shape[1] * slices.shape[2] * 8 != of.k:
