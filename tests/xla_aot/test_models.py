@@ -13,7 +13,7 @@ from qcore_xla.graphs.ahead import compile_model
 
 CHIPS = ["v5e", "v6e"]
 SCHEMES = {
-    "SmolLM2-135M": ["w4a16-g64", "w8a8"],
+    "SmolLM2-135M": ["w4a16-g64", "w8a8", "wfp8afp8"],
     "Llama-1.1B": ["w8a16", "w4a8-g128", "mxfp4"],
     "Llama-8B": ["w4a16-g128"],
 }
