@@ -11,8 +11,8 @@ dequantizes one at a time and an accelerator multiplies all of them at once:
 The codes of a slice are padded to a multiple of 8, the slices to a multiple of 128 codes and N to a multiple of 64:
 few different shapes, because XLA compiles each of them. A convolution in H channel groups has ``(H, S, b, N/H)``,
 padded to multiples of 8 codes only. `scale` and `zero` are ``(G, N)`` as in a `qcore.QTensor`, padded likewise
-(``(H, G, N/H)``). Scales in e8m0 and e4m3 are bfloat16, which holds them exactly: XLA converts floats of 16 bits inside
-a product, and writes others to memory first. Padding is 0 everywhere. The global scale of a weight is a `factor`
+(``(H, G, N/H)``). Scales in e8m0 and e4m3 are bfloat16, which holds them exactly: XLA converts it inside a product, and
+would write decoded bytes to memory first. Padding is 0 everywhere. The global scale of a weight is a `factor`
 ``(1, N)`` (``(H, 1, N/H)``): weights that are multiplied together have one each. Weights of experts are stacked along a
 first dimension.
 

@@ -100,7 +100,7 @@ def pack(
     takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use
     inside `jax.shard_map`.
 
-    Raises `FormatError` for a scheme that is not supported, or that is not one of the weight's format.
+    Raises `FormatError` for a scheme with parameters per token, and for one that is not of the weight's format.
     """
     chosen = Scheme(weight.format) if scheme is None else Scheme.parse(str(scheme))
     if chosen.weight != weight.format:
