@@ -30,7 +30,7 @@ def measured(scheme: str, dtype: torch.dtype) -> list[float]:
         layer: Any = qcore.nn.QuantizedLinear.from_float(model, scheme)
     kernel, x = kernel_of(scheme, 64, 128, "cpu", dtype), torch.randn(1, 128, dtype=dtype)
     packed = kernel.pack(layer.weight)
-    weight = calls.Weight(packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
+    weight = calls.Weight.of(packed)
     call, given = kernel._call, calls.Given()  # noqa: SLF001
     asked = calls.prepared(x, weight, None, given, call)
     arrays = [t if t is None or i in asked[3] else _array(t) for i, t in enumerate(asked[2])]

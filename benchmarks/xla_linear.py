@@ -56,10 +56,9 @@ def asked(kernel: Any, x: Tensor, packed: dict[str, Tensor]) -> tuple[Any, Any, 
 
     from qcore_xla import calls
 
-    n, k, bits, group, activation, _, _, requantize, _, _, out_dtype = kernel._constants  # noqa: SLF001
-    call = calls.call_of(x.device, n, k, bits, group, 1, activation, requantize, out_dtype)
-    weight = calls.Weight(packed["data"], packed["scale"], packed.get("zero"), packed.get("sums"))
-    function, form, tensors, _ = calls.prepared(x, weight, None, calls.Given(), call)
+    n, k, scheme, out_dtype = kernel._constants  # noqa: SLF001
+    call = calls.call_of(x.device, n, k, scheme, 1, out_dtype)
+    function, form, tensors, _ = calls.prepared(x, calls.Weight.of(packed), None, calls.Given(), call)
     return function, form, [None if t is None else jax.dlpack.from_dlpack(t) for t in tensors]
 
 

@@ -27,6 +27,9 @@ SCHEMES = [
     "mxfp4",
     "nvfp4",
     "wnf4a16-g64",
+    "wfp8afp8",
+    "wfp8afp8-g32",
+    "wfp8afp8-static(0.01)",
 ]
 
 
@@ -170,8 +173,6 @@ def test_wrong_calls():
         qcore_xla.linear(jnp.ones((2, 77)), jnp.ones((20, 77)))
     with pytest.raises(qcore.FormatError, match="the scheme w8a16"):
         qcore_xla.pack(weight, "w8a16")
-    with pytest.raises(qcore.FormatError, match="float activations only"):
-        qcore_xla.pack(qcore.quantize(torch.randn(4, 64), "fp8"), "wfp8afp8")
     with pytest.raises(qcore.FormatError, match="per token"):
         qcore_xla.pack(qcore.quantize(torch.randn(4, 8), "int8"), "w8a8-token")
 

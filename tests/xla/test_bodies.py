@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from grids import sampled
 from qcore import Conv2dRequest, Scheme
 from qcore.contracts import LINEAR
 from qcore.resolving.verification import difference
-from qcore_xla import calls, ops, packing
+from qcore_xla import calls, packing
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
+from qcore_xla.graphs.crossing import array_of
 from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.packing import wants_rows
 
@@ -29,7 +31,7 @@ class Recorder:
         self.engine, self.asked = engine, []
 
     def run(self, function, form, tensors, *rest):
-        self.asked.append((function, form, [None if t is None else torch.as_tensor(t).numpy().copy() for t in tensors]))
+        self.asked.append((function, form, [None if t is None else torch.as_tensor(t).clone() for t in tensors]))
         return self.engine.run(function, form, tensors, *rest)
 
 
@@ -41,8 +43,12 @@ def recorder(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["w8a16-asym", "w4a16-g32-fzp", "w8a8-aasym", "w4a8-g32-asym", "w4a8-g32-asym-token"]
-)
+    "scheme",
+    [
+        "w8a16-asym", "w4a16-g32-fzp", "w8a8-aasym", "w4a8-g32-asym", "w4a8-g32-asym-token", "wfp8a16", "nvfp4",
+        "wfp8afp8", "wfp8afp8-g16", "wfp8afp8-g256", "w4afp8-g32-fzp",
+    ],
+)  # fmt: skip
 def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
     here = problem(scheme, rows=3, k=290)
     kernel = XlaLinear(here.request)
@@ -51,8 +57,8 @@ def test_slices_at_once_and_in_turn_agree(problem, recorder, scheme):
     assert LINEAR.judge(here, y).ok
     ((function, form, tensors),) = recorder.asked
     assert form.scan
-    arrays = [None if t is None else jax.numpy.asarray(t) for t in tensors]
-    other = function(*arrays, form=Form(form.activation, form.out_dtype, form.requantize, scan=False))
+    arrays = [None if t is None else array_of(t) for t in tensors]
+    other = function(*arrays, form=replace(form, scan=False))
     np.testing.assert_allclose(np.asarray(other)[:3, :20], y.float().numpy(), rtol=1e-4, atol=1e-4)
 
 
@@ -63,17 +69,17 @@ def gpu_layout(monkeypatch):
     def wanted(device, *of):
         return wants_rows(torch.device("cuda"), *of)
 
-    monkeypatch.setattr("qcore_xla.kernels.linear.wants_rows", wanted)
     monkeypatch.setattr(calls, "wants_rows", wanted)
     calls.call_of.cache_clear()
     yield
     calls.call_of.cache_clear()
 
 
-LAID_OUT = ("w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym", "w8a8-g64-asym-aasym")
+LAID_OUT = ("w8a16-asym", "w4a16", "w4a16-g32-asym", "w8a8-aasym", "w8a8-g64-asym-aasym", "mxfp8", "nvfp4")
+LAID_OUT += ("wfp4_bnba16-g16-fzp", "wnf4a16", "wfp8afp8", "wfp8afp8-g64", "wnf4afp8-g64-token")
 
 
-@pytest.mark.parametrize(("scheme", "rows", "k"), sampled(itertools.product(LAID_OUT, (1, 3, 5), (36, 70, 256)), 12))
+@pytest.mark.parametrize(("scheme", "rows", "k"), sampled(itertools.product(LAID_OUT, (1, 3, 5), (36, 70, 256)), 18))
 def test_the_layout_of_gpus(problem, monkeypatch, gpu_layout, scheme, rows, k):
     """Of 36 columns, a group of 64 is one of them all."""
     here = problem(scheme, rows=rows, k=k)
@@ -135,6 +141,30 @@ def test_a_token_that_holds_nan_gives_nan(problem):
     assert not y[[0, 2]].isnan().any()
 
 
+NARROW = ("float16", "bfloat16")
+GPU_FORMS = ("wfp8a16", "wfp8_e5m2a16-g64", "mxfp4", "nvfp4", "wnf4a16-g64", "wfp8afp8", "w4afp8", "wnf4afp8")
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "rows"), sampled(itertools.product(GPU_FORMS, NARROW, (1, 5)), 10))
+def test_activations_of_16_bits(problem, monkeypatch, scheme, dtype, rows):
+    """As accelerators multiply them: a CPU gets float32."""
+    here = problem(scheme, rows=rows, k=256, dtype=getattr(torch, dtype))
+    kernel = XlaLinear(here.request)
+    of = wants_rows(torch.device("cuda"), 256, here.weight.format.group_size, 1, kernel._call.activation)
+    packed = packing.pack(
+        here.weight, packing.plan(20, 256, here.weight.format.bits, here.weight.format.group_size, 1, of)
+    )
+    form = replace(kernel._call.form_on_cpu, out_dtype=dtype, rows=of)
+    parts = {name: array_of(part) for name, part in packed.items()}
+    monkeypatch.setattr(bodies, "_MANY_ROWS", 5)
+    x = jax.numpy.asarray(here.x.float().numpy()).astype(dtype)
+    y = bodies.linear(x, parts["data"], parts["scale"], None, None, factor=parts.get("factor"), form=form)
+    assert y.dtype == dtype
+    y = torch.from_numpy(np.array(y.astype("float32"))).to(getattr(torch, dtype))
+    verdict = LINEAR.judge(here, y[:, :20])
+    assert verdict.ok, verdict.message
+
+
 def temporary_bytes(scheme, rows, n, k):
     """What XLA allocates beside arguments and result, and the bytes of the weight."""
     parsed = Scheme.parse(scheme)
@@ -143,15 +173,14 @@ def temporary_bytes(scheme, rows, n, k):
     spec = jax.ShapeDtypeStruct
     words = of.length // 8 if of.bits == 4 else of.length
     data = spec((of.slices, words, of.rows), "int32" if of.bits == 4 else "int8")
-    group = parsed.weight.group_size or 0
-    call = calls.call_of(torch.device("cpu"), n, k, of.bits, group, 1, "float", False, torch.float32)
+    call = calls.call_of(torch.device("cpu"), n, k, scheme, 1, torch.float32)
     form = calls.form_of(call, "cpu")
     arrays = (spec((rows, of.columns), "float32"), data, spec((of.filled, of.rows), "float32"), None, None)
     compiled = jax.jit(lambda *a: bodies.linear(*a, form=form)).lower(*arrays).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16"])
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16", "mxfp4", "wfp8a16", "wnf4a16-g64", "wfp8afp8-g128"])
 def test_a_dequantized_weight_is_never_whole_in_memory(scheme):
     n = k = 4096
     assert temporary_bytes(scheme, 16, n, k) < n * k * 4 / 8  # 8 MiB of the 64 that it would be in float32
@@ -177,11 +206,8 @@ def _geometry(r):
     return r.kernel_size, r.stride, r.padding, r.dilation, r.groups
 
 
-def test_flat_arguments_name_every_kind_of_activation():
+def test_kinds_of_activation():
     kinds = {"w8a16": "float", "w8a8": "symmetric", "w8a8-aasym": "asymmetric", "w8a8-static(0.5,3)": "given"}
-    for scheme, kind in kinds.items():
-        assert ops.flat(Scheme.parse(scheme).activation, None)[0] == kind
-    assert ops.flat(Scheme.parse("w8a8-static(0.5,3)").activation, None)[1:3] == (0.5, 3)
-    assert ops.flat(*(getattr(Scheme.parse("w8a8-o8(0.25,-4)"), part) for part in ("activation", "output")))[3:] == (
-        True, 0.25, -4,
-    )  # fmt: skip
+    kinds |= {"wfp8afp8": "fp8", "wfp8afp8-g128": "fp8-groups", "wfp8afp8-g128-token": "fp8"}
+    for scheme, kind in (kinds | {"wfp8afp8-static(0.5)": "fp8-given"}).items():
+        assert calls.kind_of(Scheme.parse(scheme).activation) == kind

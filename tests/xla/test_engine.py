@@ -180,6 +180,24 @@ def test_rows_are_filled_up_to_few_different_numbers():
     assert [calls.bucket(rows) for rows in (1, 4, 5, 16, 17, 256, 257)] == [4, 4, 16, 16, 32, 256, 512]
 
 
+def test_old_programs_are_dropped(problem, monkeypatch):
+    from qcore_xla.engines import jax as engine
+
+    here = problem("w8a16", rows=1, k=128)
+    kernel = XlaLinear(here.request)
+    packed, form = kernel.pack(here.weight), kernel._call.form_on_cpu
+    kernel(here.x, packed, None)
+    first = weakref.ref(engine.compiled(kernel._call.body, form))
+    monkeypatch.setattr(engine, "_MOST_PROGRAMS", 2)
+    monkeypatch.setattr(engine, "_programs", 2)
+    y = kernel(here.x.expand(17, -1), packed, None)
+    gc.collect()
+    assert first() is None
+    assert engine._programs == 1
+    torch.testing.assert_close(y[:1], kernel(here.x, packed, None))
+    assert engine._programs == 2
+
+
 def test_long_inputs_are_cut(problem, monkeypatch):
     here = problem("w4a8-g32-asym-token-o8t", rows=11)
     kernel = XlaLinear(here.request)

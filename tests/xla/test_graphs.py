@@ -88,6 +88,10 @@ LINEAR = [
     "wnf4a16",
     "wnf4a16-g64",
     "wfp4_bnba16-g16",
+    "wfp8afp8",
+    "wfp8afp8-g32",
+    "wfp8afp8-static(0.01)",
+    "w4afp8-g16-asym",
 ]
 
 
@@ -116,7 +120,7 @@ def test_a_weight_with_an_order_of_columns():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("scheme", "groups"), [("w8a8", 1), ("w4a16-g32", 2)])
+@pytest.mark.parametrize(("scheme", "groups"), [("w8a8", 1), ("w4a16-g32", 2), ("wfp8afp8-g8", 2)])
 def test_convolutions(scheme, groups):
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 2), groups=groups)
@@ -125,11 +129,11 @@ def test_convolutions(scheme, groups):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [5, 30])
-def test_experts(rows):
+@pytest.mark.parametrize(("scheme", "rows"), [("w4a16-g32", 5), ("nvfp4", 30), ("wfp8afp8", 5)])
+def test_experts(scheme, rows):
     torch.manual_seed(0)
     bias = torch.randn(3, 8)
-    layer = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 8, 40), "w4a16-g32", bias=bias)
+    layer = qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 8, 40), scheme, bias=bias)
     x, ends = torch.randn(rows, 40), torch.tensor([2, 2, rows - 1], dtype=torch.int32)
     y = torch.compile(layer, backend=qcore_xla)(x, ends)
     torch.testing.assert_close(y, layer(x, ends), rtol=1e-4, atol=1e-4)

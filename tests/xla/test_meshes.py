@@ -30,7 +30,7 @@ def run(script, *arguments, devices):
     assert done.stdout.split() == ["equal", str(devices)]
 
 
-@pytest.mark.parametrize(("scheme", "devices"), [("w4a16-g32", 4), ("w8a8", 8)])
+@pytest.mark.parametrize(("scheme", "devices"), [("w4a16-g32", 4), ("w8a8", 8), ("wfp8afp8", 4), ("nvfp4", 4)])
 def test_a_decoder_on_a_mesh(scheme, devices):
     run("xla_mesh.py", scheme, devices, devices=devices)
 

@@ -112,8 +112,9 @@ def test_which_gpus_it_serves(monkeypatch, kinds, cuda, serves):
     calls.form_of.cache_clear()
     gpu = torch.device("cuda")
     try:
-        for bits, activation, wanted in ((4, "float", serves), (8, "float", False), (4, "symmetric", False)):
-            call = calls.call_of(gpu, 64, 256, bits, 128, 1, activation, False, torch.bfloat16)
+        served = {"w4a16-g128": serves, "w8a16-g128": False, "w4a8-g128": False, "mxfp4": False}
+        for scheme, wanted in served.items():
+            call = calls.call_of(gpu, 64, 256, scheme, 1, torch.bfloat16)
             assert calls.form_of(call, "cuda").pallas == wanted
     finally:
         calls.triton.cache_clear()

@@ -13,13 +13,13 @@ from qcore_xla.graphs.ahead import compile_model
 
 CHIPS = ["v5e", "v6e"]
 SCHEMES = {
-    "SmolLM2-135M": ["w4a16-g64", "w8a8"],
+    "SmolLM2-135M": ["w4a16-g64", "w8a8", "wfp8afp8"],
     "Llama-1.1B": ["w8a16", "w4a8-g128", "mxfp4"],
     "Llama-8B": ["w4a16-g128"],
 }
 CASES = [(name, scheme) for name, schemes in SCHEMES.items() for scheme in schemes]
 LAYERS = {"SmolLM2-135M": 3, "Llama-1.1B": 2, "Llama-8B": 2}
-"""All blocks compile to the same steps; `benchmarks/xla_aot_models.py` compiles whole models, a minute or two each."""
+"""All blocks compile to the same steps; `benchmarks/xla_aot_models.py` compiles more whole models."""
 PRODUCTS = 7
 """Quantized linear layers of a block."""
 
@@ -29,26 +29,46 @@ def compiled(name, scheme, chip, count=1):
     return compile_model(chip, llama(name, scheme, LAYERS[name]), *tokens(count))
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("name", "scheme"), CASES)
-def test_a_decoder_is_one_program_with_packed_weights(name, scheme, chip):
-    model = compiled(name, scheme, chip)
+def check_packed(model, name, scheme, layers):
+    """Nothing is left to torch, weights stay packed, and there is no room for any of them unpacked."""
     assert not model.host
     shape, bits = SHAPES[name], 4 if scheme.startswith(("w4", "mxfp4")) else 8
     width, inner = shape["width"], shape["inner"]
-    keys = width // shape["heads"] * shape["kv_heads"]
-    codes = LAYERS[name] * width * (2 * width + 2 * keys + 3 * inner) + 2 * shape["vocabulary"] * width
+    codes = layers * width * (2 * width + 2 * keys_of(name) + 3 * inner) + 2 * shape["vocabulary"] * width
     assert codes * bits / 8 < model.weights < 1.25 * codes * bits / 8  # with scales and padding
     assert not model.written_weights
     assert model.program.temporary < codes * bits / 8 / model.layers
 
 
+def keys_of(name):
+    shape = SHAPES[name]
+    return shape["width"] // shape["heads"] * shape["kv_heads"]
+
+
+def check_caches(model, name, layers):
+    """They are updated in place."""
+    assert model.states == model.aliased == 2 * layers * SHAPES[name]["length"] * keys_of(name) * 2
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("name", "scheme"), CASES)
+def test_a_decoder_is_one_program_with_packed_weights(name, scheme, chip):
+    check_packed(compiled(name, scheme, chip), name, scheme, LAYERS[name])
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("name", "scheme"), CASES)
 def test_caches_are_updated_in_place(name, scheme, chip):
-    model, shape = compiled(name, scheme, chip), SHAPES[name]
-    keys = shape["width"] // shape["heads"] * shape["kv_heads"]
-    assert model.states == model.aliased == 2 * LAYERS[name] * shape["length"] * keys * 2
+    check_caches(compiled(name, scheme, chip), name, LAYERS[name])
+
+
+def test_all_32_blocks_of_8b_for_v6e():
+    """A minute or two: the one whole model among the tests, with room for its caches on a chip of 32 GiB."""
+    name, scheme = "Llama-8B", "w4a16-g128"
+    model = compile_model("v6e", llama(name, scheme), *tokens(1))
+    check_packed(model, name, scheme, SHAPES[name]["layers"])
+    check_caches(model, name, SHAPES[name]["layers"])
+    assert model.weights + model.statics + model.states + model.program.temporary < 5 << 30
 
 
 @pytest.mark.parametrize("chip", CHIPS)

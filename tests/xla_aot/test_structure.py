@@ -10,6 +10,8 @@ from qcore_xla import aot, aot_forms
 from qcore_xla.aot_forms import CHIPS
 
 FLOAT = ["w8a16", "w8a16-g128", "w4a16", "w4a16-g128"]
+ELEMENTS = ["wfp8a16", "mxfp8", "wfp4a16-g128-e8m0", "wnf4a16-g64", "wfp8afp8", "wfp8afp8-g128"]
+"""Groups of 16 and 32 codes of 4 bits have more bytes of scales than a fusion takes, in integers as well."""
 M, N, K = 16, 4096, 4096
 
 
@@ -40,6 +42,16 @@ def test_float_activations_are_one_fusion(scheme, chip):
 def test_nothing_of_the_size_of_a_weight_is_written(scheme, chip):
     """Neither a copy of the packed weight nor an unpacked one, on chip or off."""
     program = compiled(chip, scheme)
+    assert not written_by_size(program, weight_bytes(scheme) // 2)
+    assert program.temporary < weight_bytes(scheme) // 2
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("scheme", ELEMENTS)
+def test_floats_of_8_and_4_bits_are_decoded_within_the_product(scheme, chip):
+    program = compiled(chip, scheme)
+    assert program.products == ("f32",)
+    assert [step.op for step in program.readers(1)] == ["fusion"]
     assert not written_by_size(program, weight_bytes(scheme) // 2)
     assert program.temporary < weight_bytes(scheme) // 2
 

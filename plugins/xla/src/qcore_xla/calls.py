@@ -7,6 +7,7 @@ number of rows, and its int8 product of fewer than 4 rows is 20 times slower.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore.plugin_api import check_indices
+from qcore import DynamicFP8, Format, ScaleType, StaticFP8
+from qcore.plugin_api import Activation, DynamicInt8, Packed, Scheme, check_indices
 
 from . import biases, environment
 from .engines import base
-from .packing import Plan, plan, wants_rows
+from .packing import NIBBLE_BITS, Plan, plan, wants_rows
 from .scratch import SCRATCH
-from .tables import bare_columns, table_plan
+from .tables import bare_columns, plan_of_table
 from .views import computed
 
 MOST_ROWS = 4096
@@ -37,7 +39,13 @@ class Weight(NamedTuple):
     data: Tensor
     scale: Tensor
     zero: Tensor | None
+    factor: Tensor | None
     sums: Tensor | None
+
+    @classmethod
+    def of(cls, packed: Packed) -> Weight:
+        """The tensors by name."""
+        return cls(packed["data"], packed["scale"], packed.get("zero"), packed.get("factor"), packed.get("sums"))
 
 
 class Given(NamedTuple):
@@ -51,9 +59,10 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Everything except tensors that a product depends on: the weight's plan, how x and y are quantized."""
+    """Everything except tensors that a product depends on: the weight's plan and format, how x and y are quantized."""
 
     plan: Plan
+    format: Format
     activation: str
     requantize: bool
     out_dtype: torch.dtype
@@ -63,7 +72,7 @@ class Call:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.plan, self.activation, self.requantize, self.out_dtype))
+        return hash((self.plan, self.format, self.activation, self.requantize, self.out_dtype))
 
     # What a call on a CPU looks up, for which even a cache by equal arguments takes long.
 
@@ -84,13 +93,35 @@ class Call:
 
 
 @lru_cache(maxsize=4096)
-def call_of(
-    device: torch.device,
-    n: int, k: int, bits: int, group: int, heads: int, activation: str, requantize: bool, out_dtype: torch.dtype,
-) -> Call:  # fmt: skip
-    """``group``: codes that share a scale, 0 per channel; ``heads``: channel groups."""
-    rows = wants_rows(device, k, group or None, heads, activation)
-    return Call(plan(n, k, bits, group or None, heads, rows), activation, requantize, out_dtype)
+def call_of(device: torch.device, n: int, k: int, scheme: str, heads: int, out_dtype: torch.dtype) -> Call:
+    """The call for tensors on ``device``; ``scheme``: its text; ``heads``: channel groups."""
+    of = scheme_of(scheme)
+    group, kind = of.weight.group_size, kind_of(of.activation)
+    rows = wants_rows(device, k, group, heads, kind)
+    layout = plan(n, k, of.weight.element.container_bits, group, heads, rows)
+    return Call(layout, of.weight, kind, of.output is not None, out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def scheme_of(text: str) -> Scheme:
+    """The scheme of a text."""
+    return Scheme.parse(text)
+
+
+def kind_of(activation: Activation | None) -> str:
+    """How x is quantized, see `qcore_xla.bodies.form.Activation`."""
+    if activation is None:
+        return "float"
+    if isinstance(activation, DynamicInt8):
+        return "symmetric" if activation.symmetric else "asymmetric"
+    if isinstance(activation, DynamicFP8):
+        return "fp8" if activation.group is None else "fp8-groups"
+    return "fp8-given" if isinstance(activation, StaticFP8) else "given"
+
+
+def has_zeros(activation: Activation | None) -> bool:
+    """Whether activations have zero points, for which a weight is packed with the sums of its codes."""
+    return kind_of(activation) in {"asymmetric", "given"}
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, given: Given, call: Call) -> Tensor:
@@ -121,26 +152,68 @@ def prepared(
     On a CPU x is a NumPy array that the next call may overwrite.
     """
     of, rows = call.plan, x.shape[-2]
-    native = not x.is_cpu
-    count = bucket(rows, 1 if of.by_rows else _FEWEST)
+    filled, count = _padded_rows(x, of)
     fresh, parameters = _parameters(given, rows, count)
-    padding = _mask(of, x.device) if weight.sums is not None and weight.zero is not None else None
     if bias is not None:
         added = biases.filled(bias, weight.data, of)
     else:
-        added = _no_bias(of, x.device) if native else call.no_bias_on_cpu
-    filled = _filled(x, of, count, native) if native or not of.dense else SCRATCH.filled(x, count, of.columns)
+        added = call.no_bias_on_cpu if x.is_cpu else _no_bias(of, x.device)
     tensors = (
-        filled, weight.data, weight.scale, weight.zero, added, weight.sums, padding, *parameters,
+        filled, weight.data, weight.scale, weight.zero, added, weight.sums, _padding(weight, of, x.device),
+        *parameters, weight.factor,
     )  # fmt: skip
-    return call.body, form_of(call, x.device.type) if native else call.form_on_cpu, tensors, fresh
+    return call.body, call.form_on_cpu if x.is_cpu else form_of(call, x.device.type), tensors, fresh
+
+
+def _padded_rows(x: Tensor, of: Plan) -> tuple[Any, int]:
+    """What the product takes of x ``(..., M, K)``, and its number of rows."""
+    count = bucket(x.shape[-2], 1 if of.by_rows else _FEWEST)
+    if x.is_cpu and of.dense:
+        return SCRATCH.filled(x, count, of.columns), count
+    return _filled(x, of, count, native=not x.is_cpu), count
+
+
+def _padding(weight: Weight, of: Plan, device: torch.device) -> Tensor | None:
+    return _mask(of, device) if weight.sums is not None and weight.zero is not None else None
+
+
+def experts(x: Tensor, weight: Weight, bias: Tensor | None, offsets: Tensor, given: Given, call: Call) -> Tensor:
+    """`linear` of rows x ``(T, K)``, each with the weight of its expert: tensors of E, bias ``(E, N)``.
+
+    ``offsets``: int32 ``(E,)``, the end of each expert's rows; rows after the last end give 0.
+    """
+    rows, of = x.shape[0], call.plan
+    if rows > MOST_ROWS:
+        pieces = []
+        for at in range(0, rows, MOST_ROWS):
+            ends = (offsets - at).clamp(0, MOST_ROWS)
+            pieces.append(experts(x[at : at + MOST_ROWS], weight, bias, ends, given, call))
+        return torch.cat(pieces)
+    if not rows:
+        return x.new_empty((0, of.n), dtype=call.out_dtype)
+    engine = base.find(x.device.type)
+    assert engine is not None
+    added = None if bias is None else pad(bias.detach().float(), (0, of.rows - of.n))
+    tensors = (
+        _padded_rows(x, of)[0], weight.data, weight.scale, weight.zero, added, weight.sums,
+        _padding(weight, of, x.device), given.x_scale, given.x_zero, weight.factor, offsets,
+    )  # fmt: skip
+    y = engine.run(_body("experts"), form_of(call, x.device.type), tensors, _EXPERTS_TOO, (rows, of.n))
+    return y[:rows, : of.n].to(call.out_dtype).contiguous()
+
+
+_EXPERTS_TOO = (0, 4, 10)
+"""Positions of arguments that change with each call: x, the bias, the ends of experts' rows."""
 
 
 def embedding(
-    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None,
-    v: int, d: int, bits: int, group: int, out_dtype: torch.dtype,
+    indices: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor | None,
+    v: int, d: int, format: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``."""
+    """Rows of a table ``(v, d)``: int32 or int64 indices of any shape to ``(*indices.shape, d)``.
+
+    ``format``: the text of the weight's format.
+    """
     count = indices.numel()
     if not count:
         return indices.new_empty((*indices.shape, d), dtype=out_dtype)
@@ -148,9 +221,9 @@ def embedding(
     engine = base.find(indices.device.type)
     assert engine is not None
     filled = pad(indices.reshape(-1).to(torch.int32), (0, _power(count, _FEW) - count))
-    form = _plain(torch.float32 if indices.device.type == "cpu" else out_dtype)
-    rows = engine.run(_body("embedding"), form, (filled, data, scale, zero), (0,))
-    found = bare_columns(rows[:count], table_plan(v, d, bits, group or None))
+    form = table_form(format_of(format), torch.float32 if indices.device.type == "cpu" else out_dtype)
+    rows = engine.run(_body("embedding"), form, (filled, data, scale, zero, factor), (0,))
+    found = bare_columns(rows[:count], plan_of_table(v, d, format_of(format)))
     return found.to(out_dtype).contiguous().view(*indices.shape, d)
 
 
@@ -226,19 +299,39 @@ def _mask(of: Plan, device: torch.device) -> Tensor | None:
 @lru_cache(maxsize=4096)
 def form_of(call: Call, kind: str) -> Any:
     """The `qcore_xla.bodies.form.Form` of a product on a type of torch device."""
-    from .bodies.form import Form
+    from .bodies.form import Form, is_int8
 
     out = call.out_dtype if kind != "cpu" or call.requantize else torch.float32
     of = call.plan
     # Sums per group of many rows would fill a GPU's memory as well, even if exact; a TPU's compiler fuses them.
     in_turn = kind == "cpu" or (kind == "cuda" and not of.by_rows and of.heads == 1)
     on_tpu = kind == "tpu" or (kind == "xla" and bool(environment.tpu()))
-    tiled = on_tpu and of.bits == 4 and call.activation != "float" and of.heads == 1 and of.length >= _TILE
-    few = kind == "cuda" and of.bits == 4 and of.by_rows and triton()
+    encoding = encoding_of(call.format)
+    words = of.bits == NIBBLE_BITS and encoding.integer
+    tiled = on_tpu and words and is_int8(call.activation) and of.heads == 1 and of.length >= _TILE
+    few = kind == "cuda" and words and call.activation == "float" and of.by_rows and triton()
     return Form(
         call.activation,  # type: ignore[arg-type]
-        _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled or few,
+        _name(out), call.requantize, scan=in_turn, rows=of.by_rows, pallas=tiled or few, encoding=encoding,
     )  # fmt: skip
+
+
+_FLOAT8 = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Elements that XLA has as types."""
+
+
+@lru_cache(maxsize=256)
+def encoding_of(format: Format) -> Any:
+    """The `qcore_xla.codes.Encoding` of a format."""
+    from .codes import Encoding
+
+    element, divides = format.element, format.scale is ScaleType.E4M3D
+    if element.is_integer or element.name in _FLOAT8:
+        return Encoding(_FLOAT8.get(element.name, ""), divides=divides)
+    values = element.values or ()
+    missing = (1 << element.container_bits) - len(values)
+    # No weight has codes of NaN and Inf; they are equal to no other number, as keys of caches should be.
+    return Encoding(table=(*(v if math.isfinite(v) else 0.0 for v in values), *[0.0] * missing), divides=divides)
 
 
 @lru_cache(maxsize=1)
@@ -249,11 +342,18 @@ def triton() -> bool:
     return torch.version.cuda is not None and len(kinds) == 1 and min(kinds) >= (8, 0)
 
 
-@lru_cache(maxsize=16)
-def _plain(dtype: torch.dtype) -> Any:
+@lru_cache(maxsize=256)
+def table_form(format: Format, out_dtype: torch.dtype) -> Any:
+    """The form of an embedding."""
     from .bodies.form import Form
 
-    return Form(out_dtype=_name(dtype))
+    return Form(out_dtype=_name(out_dtype), encoding=encoding_of(format))
+
+
+@lru_cache(maxsize=256)
+def format_of(text: str) -> Format:
+    """The format of a text."""
+    return Format.parse(text)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -263,6 +363,7 @@ def _name(dtype: torch.dtype) -> str:
 @lru_cache(maxsize=8)
 def _body(name: str) -> Any:
     """A function of `bodies`, which import JAX."""
-    from .bodies import embedding, linear
+    from .bodies import embedding, experts, linear
 
-    return getattr(embedding if name == "embedding" else linear, name)
+    modules = {"embedding": embedding, "experts": experts}
+    return getattr(modules.get(name, linear), name)

@@ -6,6 +6,7 @@ qcore imports this module on every machine: JAX is imported when a kernel first 
 from __future__ import annotations
 
 import qcore
+from qcore.plugin_api import GroupedLinearRequest
 
 from . import eligibility, probe
 
@@ -20,7 +21,7 @@ def qcore_probe() -> qcore.Available | qcore.Unavailable:
 
 @qcore.hookimpl
 def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
-    """int4 and int8 weights with float or int8 activations."""
+    """Weights of 4 and 8 bits with float, int8 or fp8 activations."""
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
@@ -42,10 +43,21 @@ def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
 
 @qcore.hookimpl
 def qcore_embedding(request: qcore.EmbeddingRequest) -> qcore.Offer | qcore.Refusal:
-    """Tables of int4 and int8 codes."""
+    """Tables of codes of 4 and 8 bits."""
     reason = eligibility.why_not(request)
     if reason:
         return qcore.Refusal(reason)
     from .kernels.embedding import XlaEmbedding
 
     return qcore.Offer(XlaEmbedding(request), probe.rank(request.device.type), "XLA; reads only the requested rows")
+
+
+@qcore.hookimpl
+def qcore_grouped_linear(request: GroupedLinearRequest) -> qcore.Offer | qcore.Refusal:
+    """Mixtures of experts, all of them in one program."""
+    reason = eligibility.why_not(request)
+    if reason:
+        return qcore.Refusal(reason)
+    from .kernels.grouped_linear import XlaGroupedLinear
+
+    return qcore.Offer(XlaGroupedLinear(request), probe.rank(request.device.type), _NOTE)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, QTensor, ZeroPoint
+from qcore import Format, QTensor
 from qcore.plugin_api import Packed
 
-from .packing import NIBBLES, codes_of, float_scale, up, words_of
+from .packing import NIBBLE_BITS, NIBBLES, codes_of, parameters, restored, signed, up, words_of
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,30 @@ def table_plan(v: int, d: int, bits: int, group_size: int | None) -> TablePlan:
     return TablePlan(v, d, bits, group, -(-d // group), up(group, NIBBLES))
 
 
+def plan_of_table(v: int, d: int, format: Format) -> TablePlan:
+    """The plan for a table ``(v, d)`` in a format."""
+    return table_plan(v, d, format.element.container_bits, format.group_size)
+
+
 def pack_table(weight: QTensor, plan: TablePlan) -> dict[str, Tensor]:
-    """``data``, ``scale`` and, if there is one, ``zero``; meanwhile, all unpacked codes of the table are in memory."""
-    codes = pad(weight.codes(), (0, plan.groups * plan.group - plan.d)).view(plan.v, plan.groups, plan.group)
+    """``data``, ``scale`` and, if there is one, ``zero`` and ``factor``, ``(1, 1)``.
+
+    Meanwhile, all unpacked codes of the table are in memory.
+    """
+    codes = pad(signed(weight.codes()), (0, plan.groups * plan.group - plan.d)).view(plan.v, plan.groups, plan.group)
     rows = pad(codes, (0, plan.width - plan.group)).flatten(1)
-    zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
-    packed = {
-        "data": words_of(rows) if plan.bits == 4 else rows.contiguous(),
-        "scale": float_scale(weight).t().contiguous(),
-    }
-    return packed if zero is None else {**packed, "zero": zero.t().contiguous()}
+    packed = {name: parameter.t().contiguous() for name, parameter in parameters(weight).items()}
+    packed["data"] = words_of(rows) if plan.bits == NIBBLE_BITS else rows.contiguous()
+    if weight.global_scale is not None:
+        packed["factor"] = weight.global_scale.reshape(1, 1).clone()
+    return packed
 
 
 def unpack_table(packed: Packed, plan: TablePlan, format: Format) -> QTensor:
     """The inverse of `pack_table`, bit for bit."""
-    rows = codes_of(packed["data"]) if plan.bits == 4 else packed["data"]
+    rows = codes_of(packed["data"]) if plan.bits == NIBBLE_BITS else packed["data"]
     codes = bare_columns(rows, plan).contiguous()
-    zero = packed.get("zero")
-    zero = None if zero is None else zero.t().contiguous()
-    if zero is not None and format.zero is ZeroPoint.INT:
-        zero = format.codec.encode_zero(zero)
-    return QTensor(format.codec.encode(codes), packed["scale"].t().contiguous(), zero, (plan.v, plan.d), format)
+    return restored(packed, [codes], lambda parameter: parameter.t().contiguous(), (plan.v, plan.d), format)
 
 
 def bare_columns(rows: Tensor, plan: TablePlan) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcore import QTensor
+from qcore import Format, QTensor
 from qcore.plugin_api import Packed
 
 
@@ -44,12 +44,13 @@ def pack_whole(weight: QTensor, pack: Callable[[QTensor], dict[str, Tensor]]) ->
     return {name: computed(tensor) for name, tensor in packed.items()}
 
 
-def unpack_whole(packed: Packed, like: tuple[Any, ...], unpack: Callable[[Packed], QTensor]) -> QTensor:
-    """``unpack(packed)``; ``like``: shape and format of the weight."""
+def unpack_whole(
+    packed: Packed, shape: tuple[int, ...], format: Format, unpack: Callable[[Packed], QTensor]
+) -> QTensor:
+    """``unpack(packed)``, of this shape and format."""
     tensors = whole(lambda parts: unpack(parts).tensors(), dict(packed))
-    return QTensor(tensors["data"], tensors["scale"], tensors.get("zero"), *like)
+    return QTensor.from_tensors(tensors, shape, format)
 
 
 def _like(weight: QTensor, tensors: dict[str, Tensor]) -> QTensor:
-    parts = (tensors["data"], tensors["scale"], tensors.get("zero"))
-    return QTensor(*parts, weight.shape, weight.format, weight.quantizer)
+    return QTensor.from_tensors(tensors, weight.shape, weight.format, weight.quantizer)

@@ -96,7 +96,7 @@ class _Call:
         if self.kind == "conv2d":
             return quantized.convolved(x, arrays, bias, self.layer, out, *self.geometry)
         if self.kind == "grouped_linear":
-            return quantized.by_experts(x, jnp.asarray(ends), arrays, bias, self.layer, out)
+            return quantized.experts(x, jnp.asarray(ends), arrays, bias, self.layer, out)
         return quantized.dense_rows(x, arrays, bias, self.layer, out)
 
 

@@ -48,7 +48,7 @@ def load(
     `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. Numbers of 64 bits get 32.
 
     Raises `CheckpointError` for a file that cannot be read, `OverflowError` for an integer that does not fit 32 bits,
-    `FormatError` with the name of a weight that has no lowering to XLA.
+    `FormatError` with the name of a weight that cannot be packed so.
     """
     wanted, table = _patterns(only), _patterns(tables)
     with open_checkpoint(Path(path)) as archive:

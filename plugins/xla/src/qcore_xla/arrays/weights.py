@@ -14,7 +14,7 @@ from qcore import FormatError, QTensor, Scheme
 
 from ..graphs import crossing
 from ..graphs.meshes import MeshCut, Placement, axis_of, placed
-from ..graphs.quantized import Layer, why_not_scheme
+from ..graphs.quantized import Layer
 
 _GPUS = {"gpu", "cuda", "rocm"}
 
@@ -28,8 +28,8 @@ class PackedWeight:
     functions, be donated, placed with `jax.device_put`, or be stacked with others of its shape and scheme for
     `jax.vmap` or `jax.lax.scan`.
 
-    **Fields:** ``arrays``: by name (``data``: the codes, ``scale``, and ``zero``, ``sums`` and ``order`` if there are
-    any); ``layer``: shape, scheme and layout.
+    **Fields:** ``arrays``: by name (``data``: the codes, ``scale``, and ``zero``, ``factor``, ``sums`` and ``order`` if
+    there are any), see `qcore_xla.packing`; ``layer``: shape, scheme and layout.
     """
 
     arrays: dict[str, Any]
@@ -100,13 +100,11 @@ def pack(
     takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use
     inside `jax.shard_map`.
 
-    Raises `FormatError` for a scheme that is not supported, or that is not one of the weight's format.
+    Raises `FormatError` for a scheme with parameters per token, and for one that is not of the weight's format.
     """
     chosen = Scheme(weight.format) if scheme is None else Scheme.parse(str(scheme))
     if chosen.weight != weight.format:
         raise FormatError(f"the scheme {chosen} has weights in {chosen.weight}, but this one is in {weight.format}.")
-    if reason := why_not_scheme(str(chosen)):
-        raise FormatError(reason)
     if any(getattr(part, "per_token", False) for part in (chosen.activation, chosen.output)):
         raise FormatError(f"{chosen}: parameters per token are not supported here; use a dynamic or a static scheme.")
     experts = weight.shape[0] if weight.dim() == 3 else 0

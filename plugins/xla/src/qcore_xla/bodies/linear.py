@@ -1,4 +1,4 @@
-"""``y = A(x) @ W^T + bias`` with W int8 or int4, per channel or in groups, with or without zero points.
+"""``y = A(x) @ W^T + bias`` with W of 8 or 4 bits, per channel or in groups, with or without zero points.
 
 With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an integer zero point z means added = -s z)::
 
@@ -6,7 +6,8 @@ With ``x = s_x (q_x - z_x)`` per token and ``W = s q + added`` per group (an int
 
 where xsum holds the sums of ``q_x - z_x`` per group and sums those of q. Scales follow the products of codes, which
 are exact int32 sums if activations are int8, including zero points: x of zeros gives zeros. Float activations are
-the case ``s_x = 1, z_x = 0``.
+the case ``s_x = 1, z_x = 0``, and fp8 ones the case ``z_x = 0``, with q_x numbers of e4m3; if each group of x has a
+scale of its own, s_x stands inside the sum over groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..codes import length, planes
+from ..codes import Codes, coded, length, planes, times_global
 from .form import Form
 from .quantize import activations, requantized
 
@@ -30,7 +31,7 @@ def linear(
     x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
     sums: Array | None = None, mask: Array | None = None,
     x_scale: Array | None = None, x_zero: Array | None = None,
-    out_scale: Array | None = None, out_zero: Array | None = None,
+    out_scale: Array | None = None, out_zero: Array | None = None, factor: Array | None = None,
     *, form: Form,
 ) -> Array:  # fmt: skip
     """Multiply x ``(M, K)``, float or int8 codes, with a packed weight, giving ``(M, N)``.
@@ -41,23 +42,15 @@ def linear(
     int32, sums of codes, if activations have zero points.
     ``mask``: int8 ``(K,)``, 0 for columns of x that are padding: 0 has the code z_x, which must not count in xsum.
     ``x_scale``, ``x_zero``, ``out_scale``, ``out_zero``: ``(M,)`` or ``(1,)``, if they are given. Columns of data
-    beyond those of x are 0.
+    beyond those of x are 0. ``factor``: ``(1, N)``, the global scale if there is one.
     """
-    codes, s_x, z_x = activations(x, form.activation, x_scale, x_zero, "" if form.local else form.axis)
-    if mask is not None:
-        codes = codes * mask
-    moved = None
-    if z_x is not None:
-        assert sums is not None
-        moved = Moved(z_x.astype(jnp.int32), sums)
-    alone = zero is None and bias is None and not form.axis
-    y, columns = _product(codes, data, scale, moved, form, alone)
+    weight = coded(data, form.encoding)
+    x, s_x, each, moved = _quantized(x, weight, scale, sums, mask, x_scale, x_zero, form)
+    alone = all(part is None for part in (zero, bias, s_x, factor)) and not form.axis
+    y, columns = _product(x, weight, scale, moved, each, form, alone)
     if zero is not None:
-        total = _group_sums(columns, scale.shape[0])
-        if moved is not None:
-            there = jnp.ones((1, x.shape[1]), jnp.int32) if mask is None else mask[None]
-            total = total - moved.zero * _group_sums(_padded(there, columns.shape[1]), scale.shape[0])
-        y = y + _dot(total.astype(jnp.float32), added_by_zero(scale, zero))
+        y = y + _dot(_moved_sums(columns, moved, each, mask, scale.shape[0], x.shape[1]), added_by_zero(scale, zero))
+    y = times_global(y, factor, form.encoding)
     if s_x is not None and form.local:
         y, s_x = y * s_x, None
     if form.axis:
@@ -69,16 +62,50 @@ def linear(
     return requantized(y, out_scale, out_zero) if form.requantize else y.astype(form.out_dtype)
 
 
+def _quantized(
+    x: Array, data: Codes, scale: Array, sums: Array | None, mask: Array | None,
+    x_scale: Array | None, x_zero: Array | None, form: Form,
+) -> tuple[Array, Array | None, Array | None, Moved | None]:  # fmt: skip
+    """Codes of x, the scale of each token, or, if there are several, of each group ``(M, G)``, and its zero point."""
+    if not form.encoding.fits(x.dtype):  # NF4's numbers have more digits than 16-bit floats
+        x = x.astype(jnp.float32)
+    if form.activation == "fp8-groups":  # groups of x are those of the columns of data
+        x = _padded(x, _columns(data, form))
+    axis = "" if form.local else form.axis
+    codes, s, z = activations(x, form.activation, x_scale, x_zero, scale.shape[0], axis)
+    if mask is not None:
+        codes = codes * mask
+    moved = None
+    if z is not None:
+        assert sums is not None
+        moved = Moved(z.astype(jnp.int32), sums)
+    by_group = s is not None and s.shape[1] > 1
+    return codes, None if by_group else s, s if by_group else None, moved
+
+
+def _moved_sums(
+    x: Array, moved: Moved | None, each: Array | None, mask: Array | None, groups: int, columns: int
+) -> Array:
+    """Sums of x over each group, minus its zero point, ``(M, G)`` float32; ``columns``: of x without padding."""
+    total = _group_sums(x, groups)
+    if moved is not None:
+        there = jnp.ones((1, columns), jnp.int32) if mask is None else mask[None]
+        total = total - moved.zero * _group_sums(_padded(there, x.shape[1]), groups)
+    wide: Array = total.astype(jnp.float32)
+    return wide if each is None else wide * each
+
+
 def grouped(
     x: Array, data: Array, scale: Array, zero: Array | None, bias: Array | None,
     sums: Array | None = None, mask: Array | None = None,
     x_scale: Array | None = None, x_zero: Array | None = None,
-    out_scale: Array | None = None, out_zero: Array | None = None,
+    out_scale: Array | None = None, out_zero: Array | None = None, factor: Array | None = None,
     *, form: Form,
 ) -> Array:  # fmt: skip
     """`linear` for H channel groups at once: x ``(H, M, K)``, each with its own weight, scales and bias."""
-    axes = [0, 0, 0, *(None if part is None else 0 for part in (zero, bias, sums)), *[None] * 5]
-    arrays = (x, data, scale, zero, bias, sums, mask, x_scale, x_zero, out_scale, out_zero)
+    optional = [None if part is None else 0 for part in (zero, bias, sums, factor)]
+    axes = [0, 0, 0, *optional[:3], *[None] * 5, optional[3]]
+    arrays = (x, data, scale, zero, bias, sums, mask, x_scale, x_zero, out_scale, out_zero, factor)
     y: Array = jax.vmap(partial(linear, form=form), in_axes=axes)(*arrays)
     return y
 
@@ -110,11 +137,19 @@ _EXACT = 1 << 16
 """Codes in a group whose products with differences of codes and zero points, 255 * 128 each, add up within int32."""
 
 
-def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: Form, alone: bool) -> tuple[Array, Array]:
+def _columns(data: Codes, form: Form) -> int:
+    """Columns of x in the product."""
+    runs = 1 if data.ndim == 2 else data.shape[1 if form.rows else 0]
+    return runs * length(data, 2 if form.rows and data.ndim > 2 else 1)
+
+
+def _product(
+    x: Array, data: Codes, scale: Array, moved: Moved | None, each: Array | None, form: Form, alone: bool
+) -> tuple[Array, Array]:
     """``sum over groups of scale * (x @ codes)`` ``(M, N)``, and x padded to the columns of data.
 
-    ``moved``: a zero point of x, which is subtracted. ``alone``: nothing is added to the product, which then may have
-    the dtype of the result instead of float32.
+    ``moved``: a zero point of x, which is subtracted. ``each``: scales of x by group, ``(M, G)``. ``alone``: nothing is
+    done to the product any more, which then may have the dtype of the result instead of float32.
     """
     s = scale.astype(jnp.float32)
     if form.rows:
@@ -133,10 +168,11 @@ def _product(x: Array, data: Array, scale: Array, moved: Moved | None, form: For
     if form.pallas:
         from ..pallas.product import product
 
+        assert isinstance(data, Array)  # see `Form.pallas`
         y = product(x, data, s)
         return (y if moved is None else y - moved.zero * jnp.sum(s * moved.sums, axis=0)), x
     slices = x.reshape(x.shape[0], data.shape[0], -1)
-    return (_in_turn if form.scan else _at_once)(slices, data, s, moved), x
+    return (_in_turn if form.scan else _at_once)(slices, data, s, moved, each), x
 
 
 _MANY_ROWS = 512
@@ -145,7 +181,7 @@ _FEW_ROWS = 4
 """Up to this many rows, a GPU multiplies per group and reads only codes; with more, the sums per group take longer."""
 
 
-def _per_channel(x: Array, data: Array, form: Form) -> Array:
+def _per_channel(x: Array, data: Codes, form: Form) -> Array:
     """X ``(M, K)`` times data ``(N, K)``."""
     w = planes(data, 1, x.dtype)
     if form.rows and x.dtype != jnp.int8:
@@ -158,7 +194,7 @@ def _per_channel(x: Array, data: Array, form: Form) -> Array:
     return contract(x.reshape(x.shape[0], *w.shape[1:]), w, (1, 2), (1, 2))
 
 
-def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narrow: bool) -> Array:
+def _by_rows(x: Array, data: Codes, scale: Array, cut: SkinnyTiles | None, narrow: bool) -> Array:
     """Float x ``(M, K)`` times data ``(N, S, b)``, S groups; ``cut``: tiles for `pallas.skinny_gemm`, or None.
 
     ``narrow``: a product by matrix units is rounded once to the dtype of x, and not written as float32 before.
@@ -176,11 +212,12 @@ def _by_rows(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narro
     return largest * _in_own_dtype(x, data, scale / largest, cut)
 
 
-def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, narrow: bool = False) -> Array:
+def _in_own_dtype(x: Array, data: Codes, scale: Array, cut: SkinnyTiles | None, narrow: bool = False) -> Array:
     """The product with weights in the dtype of x: in registers, or in memory."""
     if cut is not None:
         from ..pallas.skinny_gemm import product
 
+        assert isinstance(data, Array)  # see `Form.pallas`
         return product(x, data, scale, cut)
     # Otherwise XLA would dequantize the weights of all layers in one kernel, before the first is used.
     x, data = lax.optimization_barrier((x, data))
@@ -189,7 +226,7 @@ def _in_own_dtype(x: Array, data: Array, scale: Array, cut: SkinnyTiles | None, 
     return contract(x, w, (1,), (1,), sums=x.dtype if narrow else None)
 
 
-def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
+def _skinny_tiles(x: Array, data: Codes, form: Form) -> SkinnyTiles | None:
     """Tiles for `qcore_xla.pallas.skinny_gemm` if it is the fastest for x times data ``(N, S, b)``, else None."""
     if not (form.pallas and data.dtype == jnp.int32 and x.dtype in (jnp.bfloat16, jnp.float16)):
         return None
@@ -198,8 +235,8 @@ def _skinny_tiles(x: Array, data: Array, form: Form) -> SkinnyTiles | None:
     return tiles(x.shape[0], *data.shape)
 
 
-def _at_once(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
-    """All slices of x ``(M, S, b)`` in one batched product."""
+def _at_once(x: Array, data: Codes, scale: Array, moved: Moved | None, spread: Array | None) -> Array:
+    """All slices of x ``(M, S, b)`` in one batched product; ``spread``: scales of x by group, ``(M, G)``."""
     w = planes(data, 1, x.dtype)
     parts = x.reshape(*x.shape[:2], *w.shape[1:3])
     products = contract(parts, w, (2, 3), (1, 2), batch=(1, 0))
@@ -209,12 +246,19 @@ def _at_once(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
     if moved is not None:
         products = Moved(moved.zero, moved.sums[:, None, :]).less(products, x.shape[1] * x.shape[2] // groups)
     # Scale floats before any sum: otherwise XLA forms one long product, and rearranges the packed weight for it.
-    scales = jnp.repeat(scale, each, axis=0) if each > 1 else scale
-    return jnp.sum(products.astype(jnp.float32) * scales[:, None, :], axis=0)
+    repeated = partial(jnp.repeat, repeats=each, axis=0) if each > 1 else lambda one: one
+    scaled = products.astype(jnp.float32) * repeated(scale)[:, None, :]
+    of_x = _by_group(spread)
+    return jnp.sum(scaled if of_x is None else scaled * repeated(of_x), axis=0)
 
 
-def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
-    """Slice by slice of x ``(M, S, b)``."""
+def _by_group(spread: Array | None) -> Array | None:
+    """Scales of x ``(M, G)`` as they are multiplied with products, ``(G, M, 1)``."""
+    return None if spread is None else spread.T[:, :, None]
+
+
+def _in_turn(x: Array, data: Codes, scale: Array, moved: Moved | None, spread: Array | None) -> Array:
+    """Slice by slice of x ``(M, S, b)``; ``spread``: see `_at_once`."""
     groups, each = scale.shape[0], data.shape[0] // scale.shape[0]
     xs, ws = lax.transpose(x, (1, 0, 2)), data
     codes = x.shape[1] * x.shape[2] // groups
@@ -226,31 +270,32 @@ def _in_turn(x: Array, data: Array, scale: Array, moved: Moved | None) -> Array:
         xs, ws = xs.reshape(groups, each, *xs.shape[1:]), ws.reshape(groups, each, *ws.shape[1:])
         product = _sum_of_slices
 
-    def step(y: Array, group: tuple[Array, Array, Array, Array | None]) -> tuple[Array, None]:
-        x_g, w_g, s_g, sums_g = group
+    def step(y: Array, group: tuple[Array, Codes, Array, Array | None, Array | None]) -> tuple[Array, None]:
+        x_g, w_g, s_g, sums_g, spread_g = group
         total = product(x_g, w_g)
         if moved is not None and sums_g is not None:
             total = Moved(moved.zero, sums_g).less(total, codes)
-        return y + s_g * total.astype(jnp.float32), None
+        scaled = s_g * total.astype(jnp.float32)
+        return y + (scaled if spread_g is None else scaled * spread_g), None
 
-    parts = (xs, ws, scale, None if moved is None else moved.sums)
+    parts = (xs, ws, scale, None if moved is None else moved.sums, _by_group(spread))
     y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), parts)[0]
     return y
 
 
-def _sum_of_slices(x: Array, data: Array) -> Array:
+def _sum_of_slices(x: Array, data: Codes) -> Array:
     """Sum over S of x ``(S, M, b)`` times data ``(S, b, N)``: int32 for codes, else float32."""
     if data.shape[0] == 1:
         return _slice_product(x[0], jax.tree.map(lambda codes: codes[0], data))
 
-    def step(y: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+    def step(y: Array, part: tuple[Array, Codes]) -> tuple[Array, None]:
         return y + _slice_product(*part), None
 
     y: Array = lax.scan(step, jnp.zeros((x.shape[1], data.shape[-1]), _sum_dtype(x)), (x, data))[0]
     return y
 
 
-def _slice_product(x: Array, data: Array) -> Array:
+def _slice_product(x: Array, data: Codes) -> Array:
     w = planes(data, 0, x.dtype)
     return contract(x.reshape(x.shape[0], *w.shape[:2]), w, (1, 2), (0, 1))
 

@@ -1,4 +1,7 @@
-"""Activations to int8 codes and results to int8 codes, by the rules of `qcore.weights.activations`, in float32."""
+"""Activations to int8 codes or numbers of fp8, results to int8 codes, by the rules of `qcore.weights.activations`.
+
+Everything is computed in float32.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,33 @@ from .form import Activation
 
 _SMALLEST = 2.0**-126
 """The smallest normal number of float32."""
+_LARGEST_FP8, _SMALLEST_FP8, _STEPS_FP8 = 448.0, 2.0**-6, 2.0**9
+"""Of e4m3fn: the largest number, the smallest normal one, and how many numbers there are per 1 below that."""
+_MANTISSA_FP8 = 3
 
 
 def activations(
-    x: Array, kind: Activation, scale: Array | None, zero: Array | None, axis: str = ""
+    x: Array, kind: Activation, scale: Array | None, zero: Array | None, groups: int = 1, axis: str = ""
 ) -> tuple[Array, Array | None, Array | None]:
-    """Quantize x ``(M, K)``: int8 codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None if there is none.
+    """Quantize x ``(M, K)``: codes, scale ``(M, 1)`` and zero point ``(M, 1)``, float32; None if there is none.
 
-    ``scale`` and ``zero`` ``(M,)`` or ``(1,)``: the parameters of the kind "given". An x of int8 holds codes already.
-    ``axis``: of the mesh over whose devices a token is spread.
+    Codes are int8, or numbers of e4m3 in the dtype of x, which holds them exactly.
+    ``scale`` and ``zero`` ``(M,)`` or ``(1,)``: the parameters of the kinds "given" and "fp8-given". An x of int8 holds
+    codes already. ``groups``: scales of a token of the kind "fp8-groups", ``(M, groups)``. ``axis``: of the mesh over
+    whose devices a token is spread.
     """
     if kind == "float":
         return x, None, None
+    if kind == "fp8-given":
+        assert scale is not None
+        s = _column(scale)
+        return _e4m3(x.astype(jnp.float32) / s).astype(x.dtype), s, None
+    if kind in {"fp8", "fp8-groups"}:
+        shared = kind == "fp8"
+        parts = x.astype(jnp.float32).reshape(x.shape[0], 1 if shared else groups, -1)
+        largest = _over(lax.pmax, jnp.max(jnp.abs(parts), axis=-1), axis if shared else "")
+        s = _usable(largest / _LARGEST_FP8)
+        return _e4m3(parts / s[:, :, None]).reshape(x.shape).astype(x.dtype), s, None
     if kind == "given":
         assert scale is not None
         assert zero is not None
@@ -50,6 +68,13 @@ def requantized(y: Array, scale: Array | None, zero: Array | None) -> Array:
     assert scale is not None
     assert zero is not None
     return _codes(y, _column(scale), _column(zero))
+
+
+def _e4m3(x: Array) -> Array:
+    """The nearest numbers of e4m3fn, half to even, saturating: float32, since not every XLA rounds to fp8 once."""
+    x = jnp.clip(x, -_LARGEST_FP8, _LARGEST_FP8)
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_MANTISSA_FP8)
+    return jnp.where(jnp.abs(x) < _SMALLEST_FP8, jnp.round(x * _STEPS_FP8) / _STEPS_FP8, normal)
 
 
 def _codes(x: Array, scale: Array, zero: Array | None) -> Array:

@@ -189,11 +189,28 @@ def compiled(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
     import jax
 
     def body(*arrays: Any) -> Any:
+        _note_program()  # runs while a program is traced
         # The functions rely on rank promotion; the user's program may forbid it.
         with jax.numpy_rank_promotion("allow"):
             return function(*arrays, form=form)
 
     return jax.jit(body)
+
+
+_MOST_PROGRAMS = 1000
+"""Programs that are kept. Each takes some 32 mappings of memory, of which Linux gives a process 65530 by default; XLA
+crashes where there are none left."""
+_programs = 0
+
+
+def _note_program() -> None:
+    """Count a new program, and drop the old ones when there are too many."""
+    global _programs  # noqa: PLW0603 - of the process, like the programs
+    _programs += 1
+    if _programs > _MOST_PROGRAMS:
+        _programs = 1
+        compiled.cache_clear()
+        _jitted.clear()
 
 
 ENGINE = JaxEngine()

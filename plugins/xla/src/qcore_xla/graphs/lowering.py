@@ -142,7 +142,7 @@ def _quantized(layer: Layer, args: Any, flags: Flags) -> Any:
         return quantized.gathered(indices, weight[layer], layer, dtype)
     if layer.kind == "grouped_linear":
         x, ends, weight, bias, _, _, dtype = args
-        return quantized.by_experts(x, ends, weight[layer], bias, layer, dtype)
+        return quantized.experts(x, ends, weight[layer], bias, layer, dtype)
     if layer.kind == "conv2d":
         x, weight, bias, _, _, kernel, stride, padding, dilation, _, dtype = args
         return quantized.convolved(x, weight[layer], bias, layer, dtype, kernel, stride, padding, dilation)
@@ -182,8 +182,8 @@ def why_not(node: fx.Node) -> str:
     """Why a node cannot be lowered, a sentence; empty if it can."""
     if bad := next((str(t.dtype) for t in _tensors(node) if t.dtype not in _DTYPES), ""):
         return f"it has tensors of {bad}, which XLA programs here do not compute in"
-    if is_whole(node.target) and (layer := _scheme_text(node)):
-        return quantized.why_not_scheme(layer)
+    if is_whole(node.target) and _is_quantized(node):
+        return ""
     name = rule_name(node.target)
     if name not in RULES:
         return f"{name} has no lowering to XLA"
@@ -201,9 +201,9 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _scheme_text(node: fx.Node) -> str:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr] # noqa: SLF001
-    return str(node.args[names.index("scheme")]) if "scheme" in names else ""
+def _is_quantized(node: fx.Node) -> bool:
+    """Whether a node stands for a quantized layer: the bodies run all schemes."""
+    return "scheme" in {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr] # noqa: SLF001
 
 
 def _why_not_arguments(name: str, node: fx.Node) -> str:

@@ -12,29 +12,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from torch import Tensor
 
-from qcore import Format, QTensor, Scheme
+from qcore import DynamicFP8, Format, QTensor, Scheme
 from qcore.plugin_api import given_numbers
 
-from .. import ops, packing, tables
+from .. import packing, tables
 from ..bodies.embedding import embedding
-from ..bodies.form import Form
+from ..bodies.experts import by_experts
+from ..bodies.form import Form, is_int8
 from ..bodies.linear import grouped, linear
 from ..bodies.transposed import grouped_transposed, transposed
-from ..calls import bucket, call_of, form_of
-from ..codes import Coded
+from ..calls import bucket, call_of, form_of, has_zeros, kind_of, table_form
 from ..packing import Plan
 from ..tables import TablePlan
 from .meshes import MeshCut
 
-_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 Arrays = dict[str, Any]
-"""A packed weight: ``data``, ``scale``, and ``zero`` and ``sums`` if there are any."""
+"""A packed weight: ``data``, ``scale``, and ``zero``, ``factor`` and ``sums`` if there are any."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,6 @@ class Layer:
         return self.scheme.weight
 
     @property
-    def activation(self) -> str:
-        """See `qcore_xla.bodies.form`."""
-        return ops.flat(self.scheme.activation, self.scheme.output)[0]
-
-    @property
     def plan(self) -> Plan:
         """The layout of a weight for products."""
         plan: Plan = self._call(torch.float32).plan
@@ -79,33 +72,18 @@ class Layer:
     @property
     def table(self) -> TablePlan:
         """The layout of an embedding table, whose number of rows is not part of the layout."""
-        return tables.table_plan(0, self.k, self.format.bits, self.format.group_size)
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """What codes of 4 bits stand for, if not for integers: 16 numbers; otherwise none."""
-        return _numbers(self.format)
-
-    def codes(self, weight: Arrays) -> Any:
-        """The codes of packed arrays, as bodies take them."""
-        return Coded(weight["data"], self.numbers) if self.numbers else weight["data"]
-
-    @property
-    def sums(self) -> bool:
-        """Whether sums of codes are packed: activations have zero points."""
-        return self.activation in {"asymmetric", "given"}
+        return tables.plan_of_table(0, self.k, self.format)
 
     def _call(self, out_dtype: torch.dtype) -> Any:
         # torch knows no device "tpu" unless torch_tpu is there; a layout differs on GPUs only.
         device = torch.device("xla" if self.platform == "tpu" else self.platform)
-        bits, group = self.format.bits, self.format.group_size or 0
-        requantize = self.scheme.output is not None
-        return call_of(device, self.n, self.k, bits, group, self.heads, self.activation, requantize, out_dtype)
+        return call_of(device, self.n, self.k, str(self.scheme), self.heads, out_dtype)
 
     def form(self, out_dtype: torch.dtype) -> Form:
         """The form of the body."""
-        made: Form = form_of(self._call(out_dtype), self.platform)
-        made = replace(made, axis=self.axis, local=self.local, pallas=made.pallas and not self.numbers)
+        if self.kind == "embedding":
+            return table_form(self.format, torch.float32 if self.platform == "cpu" else out_dtype)  # type: ignore[no-any-return]
+        made: Form = replace(form_of(self._call(out_dtype), self.platform), axis=self.axis, local=self.local)
         return replace(made, activation="float", requantize=False, pallas=False) if self.straight else made
 
     @property
@@ -116,40 +94,21 @@ class Layer:
         if cut.kind == "column":
             return replace(self, n=self.n // cut.size, cut=None)
         group = cut.group(self.k, self.format.group_size)
-        scheme = replace(self.scheme, weight=replace(self.format, group_size=group))
+        activation = self.scheme.activation
+        if isinstance(activation, DynamicFP8) and activation.group is not None:
+            activation = DynamicFP8(group)  # of the weight, also if the cut makes them finer
+        scheme = replace(self.scheme, weight=replace(self.format, group_size=group), activation=activation)
         return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis, local=cut.scales == "local")
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
-        """The arrays' tensors, experts stacked along a first dimension; 8-bit floats as such, which XLA converts."""
-        packed, dtype = self.packed_bytes(weight), _FLOAT8.get(self.format.dtype)
-        return packed if dtype is None else {**packed, "data": packed["data"].view(dtype)}
-
-    def packed_bytes(self, weight: QTensor) -> dict[str, Tensor]:
-        """`pack`, with floats of 8 bits as bytes."""
+        """The arrays' tensors, experts stacked along a first dimension."""
         if self.cut is not None:
-            return _stacked([self.part.packed_bytes(part) for part in self.cut.parts(weight)])
+            return packing.stacked([self.part.pack(part) for part in self.cut.parts(weight)])
         if self.kind == "embedding":
             return tables.pack_table(weight, replace(self.table, v=weight.shape[0]))
         if weight.order is not None:
-            plain = self.packed_bytes(weight.derived(order=None))
-            return {**plain, "order": weight.order.to(torch.int32)}
-        if not self.experts:
-            return packing.pack(weight, self.plan, sums=self.sums)
-        return _stacked([packing.pack(weight[e], self.plan, sums=self.sums) for e in range(len(weight))])
-
-
-def _numbers(format: Format) -> tuple[float, ...]:
-    return (format.element.values or ()) if format.bits == 4 else ()
-
-
-def _fits(numbers: tuple[float, ...], dtype: Any) -> bool:
-    """Whether a dtype holds the numbers exactly."""
-    exact = np.asarray(numbers, np.float32)
-    return bool((exact.astype(dtype).astype(np.float32) == exact).all())
-
-
-def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            return {**self.pack(weight.derived(order=None)), "order": weight.order.to(torch.int32)}
+        return packing.pack(weight, self.plan, sums=has_zeros(self.scheme.activation))
 
 
 @lru_cache(maxsize=1024)
@@ -182,10 +141,9 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         x = jnp.take(x, weight["order"], axis=-1)
     if of.platform == "cpu" and x.dtype != jnp.int8:
         x = x.astype(jnp.float32)
-    if not _fits(of.numbers, x.dtype):  # NF4's numbers have more digits than 16-bit floats
-        x = x.astype(jnp.float32)
     # Padding to 4 rows serves int8 products only; 1 row of floats takes two thirds of the time of 4.
-    filled = _filled(x, plan, bucket(rows, 1 if plan.by_rows or of.activation == "float" else 4))
+    int8 = is_int8(kind_of(of.scheme.activation))
+    filled = _filled(x, plan, bucket(rows, 4 if int8 and not plan.by_rows else 1))
     mask, sums = None, weight.get("sums")
     if sums is not None and weight.get("zero") is not None and plan.columns != plan.k:
         mask = _filled(jnp.ones((1, plan.k), jnp.int8), plan, 1)[0]
@@ -197,9 +155,9 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
         given[3] = None
     padded = None if bias is None else _bias(bias, plan)
     if of.straight:
-        return _linear_in_x(filled, {**weight, "data": of.codes(weight)}, form)[..., :rows, : plan.n // plan.heads]
+        return _linear_in_x(filled, weight, form)[..., :rows, : plan.n // plan.heads]
     body = grouped if plan.heads > 1 else linear
-    parts = (of.codes(weight), weight["scale"], weight.get("zero"), padded, sums, mask, *given)
+    parts = (weight["data"], weight["scale"], weight.get("zero"), padded, sums, mask, *given, weight.get("factor"))
     y = body(filled, *parts, form=form)
     n = plan.n // plan.heads
     return y[..., :rows, :n]
@@ -212,13 +170,13 @@ def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
     alone = replace(form, axis="")  # JAX transposes the sum over a mesh, and what belongs to it
 
     def product(parts: tuple[Any, ...], x: Array) -> Array:
-        data, scale, zero = parts
-        return body(x, data, scale, zero, None, form=alone)
+        data, scale, zero, factor = parts
+        return body(x, data, scale, zero, None, factor=factor, form=alone)
 
     def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
         return back(dy, *parts, form=alone)[..., : x.shape[-1]].astype(x.dtype)
 
-    parts = (weight["data"], weight["scale"], weight.get("zero"))
+    parts = (weight["data"], weight["scale"], weight.get("zero"), weight.get("factor"))
     y: Array = jax.custom_derivatives.linear_call(product, transpose, parts, x)
     return lax.psum(y, form.axis) if form.axis else y
 
@@ -253,10 +211,9 @@ def _by_parts(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype
 
 def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) -> Array:
     """Rows of a table: indices of any shape to ``(*indices.shape, D)``."""
-    table = of.table
-    form = Form(out_dtype="float32" if of.platform == "cpu" else str(out_dtype).removeprefix("torch."))
-    flat = indices.reshape(-1).astype(jnp.int32)
-    rows = embedding(flat, of.codes(weight), weight["scale"], weight.get("zero"), form=form)
+    table, flat = of.table, indices.reshape(-1).astype(jnp.int32)
+    parts = (weight["data"], weight["scale"], weight.get("zero"), weight.get("factor"))
+    rows = embedding(flat, *parts, form=of.form(out_dtype))
     if table.width != table.group and table.groups > 1:
         rows = rows.reshape(-1, table.groups, table.width)[:, :, : table.group].reshape(flat.shape[0], -1)
     return rows[:, : table.d].reshape(*indices.shape, table.d)
@@ -292,57 +249,10 @@ def convolved(
     return jnp.moveaxis(y.reshape(batch, oh, ow, of.n), -1, 1)
 
 
-_FEW = 4
-"""Up to this many rows per expert, rows are multiplied one by one, each with its own expert's weight."""
-
-
-def by_experts(x: Array, ends: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
+def experts(x: Array, ends: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype) -> Array:
     """Rows x ``(T, K)``, sorted by expert, each with its expert's weight; rows after the last end give 0."""
-    rows = x.shape[0]
-    positions = lax.iota(jnp.int32, rows)
-    expert = jnp.sum(positions[:, None] >= ends[None, :].astype(jnp.int32), axis=1)  # E: none
-    if rows <= _FEW * of.experts:
-        return _row_by_row(x, expert, weight, bias, of, out_dtype)
 
-    def step(y: Array, part: tuple[Array, Arrays, Array | None]) -> tuple[Array, None]:
-        number, own, added = part
-        return jnp.where((expert == number)[:, None], product(x, own, added, of, out_dtype), y), None
+    def multiply(rows: Array, own: tuple[Arrays, Array | None]) -> Array:
+        return product(rows, *own, of, out_dtype)
 
-    start = jnp.zeros((rows, of.n), product(x[:1], _at(weight, 0), None, of, out_dtype).dtype)
-    numbers = lax.iota(jnp.int32, of.experts)
-    y: Array = lax.scan(step, start, (numbers, weight, bias))[0]
-    return y
-
-
-def _at(weight: Arrays, expert: Any) -> Arrays:
-    return {name: lax.dynamic_index_in_dim(array, expert, 0, keepdims=False) for name, array in weight.items()}
-
-
-def _row_by_row(
-    x: Array, expert: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: torch.dtype
-) -> Array:
-    def one(part: tuple[Array, Array]) -> Array:
-        row, number = part
-        at = jnp.minimum(number, of.experts - 1)
-        added = None if bias is None else lax.dynamic_index_in_dim(bias, at, 0, keepdims=False)
-        y = product(row[None], _at(weight, at), added, of, out_dtype)[0]
-        return jnp.where(number < of.experts, y, jnp.zeros((), y.dtype))
-
-    y: Array = lax.map(one, (x, expert))
-    return y
-
-
-def why_not_scheme(text: str) -> str:
-    """Why the bodies do not run a scheme; empty if they do."""
-    scheme = Scheme.parse(text)
-    form = scheme.weight
-    is_table = bool(_numbers(form))
-    if not (is_table or form.dtype in {"int4", "int8", *_FLOAT8}):
-        return f"{text}: qcore-xla multiplies weights of 4 bits, int8 and fp8"
-    if (is_table or form.dtype in _FLOAT8) and scheme.activation is not None:
-        return (
-            f"{text}: qcore-xla multiplies floats of 4 and 8 bits with float activations only; quantize to {form} alone"
-        )
-    if scheme.activation is not None and type(scheme.activation).__name__ not in {"DynamicInt8", "StaticInt8"}:
-        return f"{text}: qcore-xla takes float and int8 activations"
-    return ""
+    return by_experts(multiply, x, ends, (weight, bias))
