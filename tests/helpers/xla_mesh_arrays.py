@@ -49,7 +49,22 @@ def main(devices):
         over_rows = jax.shard_map(mlp, mesh=mesh, in_specs=specs[::-1], out_specs=specs[0], check_vma=False)
         everywhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
         close(over_rows(everywhere, rows), mlp(whole, rows))
+    for scheme in ("wfp8afp8", "wfp8afp8-g64", "wfp8afp8-g128", "w4afp8-g128-asym"):
+        check_parts_of_unlike_sizes(scheme, mesh)
     print("equal", len(jax.devices()))
+
+
+def check_parts_of_unlike_sizes(scheme, mesh):
+    """Each device's columns of x, one group of 128, have scales of their own."""
+    k = 128 * mesh.size
+    weight = qcore.quantize(torch.randn(24, k), qcore.Scheme.parse(scheme).weight)
+    sizes = torch.logspace(-2, 2, mesh.size).repeat_interleave(128)
+    x = jnp.asarray((torch.randn(3, k) * sizes).numpy())
+    cut = qcore_xla.pack(weight, scheme, cut="row", mesh=mesh)
+    expected = qcore_xla.linear(x, qcore_xla.pack(weight, scheme))
+    np.testing.assert_allclose(
+        jax.jit(qcore_xla.linear)(x, cut), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def test_caches_are_updated_in_place(name, scheme, chip):
     check_caches(compiled(name, scheme, chip), name, LAYERS[name])
 
 
+@pytest.mark.grid
 def test_all_32_blocks_of_8b_for_v6e():
     """A minute or two: the one whole model among the tests, with room for its caches on a chip of 32 GiB."""
     name, scheme = "Llama-8B", "w4a16-g128"

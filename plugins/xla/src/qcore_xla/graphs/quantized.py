@@ -94,11 +94,12 @@ class Layer:
         if cut.kind == "column":
             return replace(self, n=self.n // cut.size, cut=None)
         group = cut.group(self.k, self.format.group_size)
-        activation = self.scheme.activation
+        activation, local = self.scheme.activation, cut.scales == "local"
         if isinstance(activation, DynamicFP8) and activation.group is not None:
             activation = DynamicFP8(group)  # of the weight, also if the cut makes them finer
+            local = True  # groups of x are a device's own, also the only one that it has
         scheme = replace(self.scheme, weight=replace(self.format, group_size=group), activation=activation)
-        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis, local=cut.scales == "local")
+        return replace(self, k=self.k // cut.size, scheme=scheme, cut=None, axis=cut.axis, local=local)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """The arrays' tensors, experts stacked along a first dimension."""
