@@ -25,6 +25,10 @@ REFUSED = {
     "tensors on a device without an engine": request(device=torch.device("meta")),
     "CUDA tensors if JAX has no GPU backend": request(device=torch.device("cuda")),
     "float64 activations or results": request(x_dtype=torch.float64, out_dtype=torch.float64),
+    "int8 activations with weights that are no integers": request(scheme="wfp8a16", activation=qcore.DynamicInt8()),
+    "fp8 activations in groups of another size than the weight's": request(
+        scheme="wfp8afp8-g128", activation=qcore.DynamicFP8(64)
+    ),
     "an int8 result of float activations": request(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
 }
 ELSEWHERE = {
