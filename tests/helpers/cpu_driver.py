@@ -39,7 +39,9 @@ def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], *more: s
 
 
 def problems(shapes=((1, 77, 33), (5, 200, 40), (9, 576, 32))):
-    """Each as the bytes of the driver's input, and the result of this machine's own kernels."""
+    """Each as the bytes of the driver's input, the result of this machine's own kernels, and whether x is in int8."""
+    from qcore_cpu.kinds import Mode
+
     generator = torch.Generator().manual_seed(7)
     for scheme in SCHEMES:
         parsed = qcore.Scheme.parse(scheme)
@@ -47,11 +49,13 @@ def problems(shapes=((1, 77, 33), (5, 200, 40), (9, 576, 32))):
             layout, packed, mode = _weight(parsed, n, k, generator)
             for dtype in DTYPES:
                 x = (torch.randn(rows, k, generator=generator) + 0.3).to(dtype)
-                yield _input(layout, packed, mode, x), _expected(layout, packed, mode, x)
+                yield _input(layout, packed, mode, x), _expected(layout, packed, mode, x), mode != Mode.DIGITS
 
 
 def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32))):
     """The same for 3 x 3 convolutions: lines, width and channels of an image, and output channels."""
+    from qcore_cpu.kinds import Mode
+
     generator = torch.Generator().manual_seed(8)
     for scheme in CONVOLUTIONS:
         parsed = qcore.Scheme.parse(scheme)
@@ -59,7 +63,7 @@ def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 
             layout, packed, mode = _weight(parsed, n, 9 * channels, generator)
             for dtype in DTYPES:
                 x = (torch.randn(height, width, channels, generator=generator) + 0.3).to(dtype)
-                yield _input(layout, packed, mode, x), _expected_image(layout, packed, mode, x)
+                yield _input(layout, packed, mode, x), _expected_image(layout, packed, mode, x), mode != Mode.DIGITS
 
 
 def _weight(scheme, n, k, generator):
@@ -104,19 +108,21 @@ def _expected_image(layout, packed, mode, x):
     return ops.conv2d(x[None], *layout.arguments(packed), None, x.shape[2], layout.n, 1, *constants, *sides)
 
 
-def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor]]) -> None:
+def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor, bool]]) -> None:
     """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits."""
+    from qcore_cpu import native
+
     given, written = folder / "in", folder / "out"
-    given.write_bytes(struct.pack("q", len(made)) + b"".join(data for data, _ in made))
+    given.write_bytes(struct.pack("q", len(made)) + b"".join(data for data, _, _ in made))
     run = [*command, isa, str(given), str(written)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results, at = written.read_bytes(), 0
-    for _, expected in made:
+    for _, expected, exact in made:
         size = expected.numel() * expected.element_size()
         raw = torch.frombuffer(bytearray(results[at : at + size]), dtype=expected.dtype).view(expected.shape)
         at += size
-        # bfloat16 and 4 bits run on products of bfloat16 here, where the processor is quick at them.
-        close = torch.allclose(raw.float(), expected.float(), rtol=0.02, atol=0.02)
-        assert torch.equal(raw, expected) if expected.dtype != torch.bfloat16 else close
+        # Float x does not become digits everywhere: here it may meet codes as bfloat16, and with AVX2 alone as float32.
+        tolerance = 0.02 if expected.dtype == torch.bfloat16 else 4e-3 if native.isa() == "avx2" and not exact else 0
+        assert torch.allclose(raw.float(), expected.float(), rtol=tolerance, atol=tolerance)
     assert at == len(results)
