@@ -13,9 +13,9 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Element:
     name: str
     bits: int
     values: tuple[float, ...] | None = None
-    _text: ClassVar[str]
+    _text: str = field(init=False, repr=False, default="")
 
     def __post_init__(self) -> None:
         name: Any = self.name
