@@ -24,7 +24,7 @@ from ...weights.activations import (
     quantize_int8,
 )
 from ..importers.base import LayerRefused
-from .onnx_weights import DequantizedWeight, ONNXWeight, onnx_weight, symbolic
+from .onnx_weights import UNSIGNED, DequantizedWeight, ONNXWeight, onnx_weight, symbolic, unsigned
 
 
 class _Rounded(nn.Module):
@@ -38,13 +38,13 @@ class _Rounded(nn.Module):
         self.activation = activation
         if isinstance(activation, StaticInt8):
             self.register_buffer("scale", torch.tensor(activation.scale, dtype=torch.float32))
-            self.register_buffer("zero", torch.tensor(activation.zero_point, dtype=torch.int8))
+            self.register_buffer("zero", torch.tensor(activation.zero_point + UNSIGNED, dtype=torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
         """X float32 ``(..., K)``."""
         activation = self.activation
         if isinstance(activation, StaticInt8):  # the pair of operators that runtimes look for
-            codes = symbolic("QuantizeLinear", [x, self.scale, self.zero], x.shape, torch.int8)
+            codes = symbolic("QuantizeLinear", [x, self.scale, self.zero], x.shape, torch.uint8)
             return symbolic("DequantizeLinear", [codes, self.scale, self.zero], x.shape)
         if isinstance(activation, DynamicInt8):
             scale, zero = dynamic_parameters(x, activation.symmetric)
@@ -72,16 +72,18 @@ class ONNXLinear(nn.Module):
 class ONNXIntegerLinear(nn.Module):
     """Replaces a `QuantizedLinear` with symmetric int8 per token and per channel: MatMulInteger of ONNX.
 
-    ``codes``: int8 ``(K, N)``; ``scales``: float32 ``(N,)``.
+    ``codes``: uint8 ``(K, N)``; ``zero``: their zero point, a scalar, and that of x; ``scales``: float32 ``(N,)``.
     """
 
     codes: Tensor
+    zero: Tensor
     scales: Tensor
 
     def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__()
         weight = layer.weight
-        self.register_buffer("codes", weight.codes().t().contiguous())
+        self.register_buffer("codes", unsigned(weight.codes().t()))
+        self.register_buffer("zero", torch.tensor(UNSIGNED, dtype=torch.uint8))
         self.register_buffer("scales", weight.scales().reshape(-1))
         self.bias = _bias(layer)
 
@@ -97,9 +99,9 @@ class ONNXIntegerLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """X float32 ``(..., K)`` to ``(..., N)``."""
         scale, _ = dynamic_parameters(x)
-        codes = quantize_int8(x, scale, None)
-        shape = (*x.shape[:-1], self.codes.shape[1])
-        y = symbolic("MatMulInteger", [codes, self.codes], shape, torch.int32).float() * self.scales * scale
+        codes = unsigned(quantize_int8(x, scale, None))
+        inputs, shape = [codes, self.codes, self.zero, self.zero], (*x.shape[:-1], self.codes.shape[1])
+        y = symbolic("MatMulInteger", inputs, shape, torch.int32).float() * self.scales * scale
         return y if self.bias is None else y + self.bias
 
 
@@ -183,13 +185,12 @@ def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: 
     if type(module) is QuantizedLinear:
         if ONNXIntegerLinear.holds(module):
             return ONNXIntegerLinear(module)
-        qdq = isinstance(module.scheme.activation, StaticInt8)
-        return ONNXLinear(module, _weight_of(module, shared, standard=standard or qdq))
+        return ONNXLinear(module, _weight_of(module, shared, standard=standard))
     if type(module) is QuantizedEmbedding:
         return ONNXEmbedding(_weight_of(module, shared, standard=standard))
     if type(module) is QuantizedConv2d:
         if not _has_own_scales(module):
-            return ONNXConv2d(module, DequantizedWeight(module.weight))
+            return ONNXConv2d(module, DequantizedWeight(module.weight, unsigned_codes=_is_static(module)))
         if module.groups > 1:
             raise LayerRefused("it quantizes activations for each of several channel groups")
         return ONNXConv2d(module, _weight_of(module, shared, standard=standard))
@@ -197,9 +198,16 @@ def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: 
 
 
 def _weight_of(module: QuantizedModule, shared: dict[object, ONNXWeight], *, standard: bool) -> ONNXWeight:
-    """The form of a layer's weight, one for all layers that share it."""
-    key = (id(module._store), standard)  # noqa: SLF001
+    """The form of a layer's weight, one for all layers that share it and quantize x alike."""
+    static = _is_static(module)
+    key = (id(module._store), standard, static)  # noqa: SLF001
     if key not in shared:
         rows = any(type(user) is QuantizedEmbedding for user in module._store.users)  # noqa: SLF001
-        shared[key] = onnx_weight(module.weight, standard=standard, rows=rows)
+        made = DequantizedWeight(module.weight, unsigned_codes=True) if static else None
+        shared[key] = made or onnx_weight(module.weight, standard=standard, rows=rows)
     return shared[key]
+
+
+def _is_static(module: QuantizedModule) -> bool:
+    """Whether runtimes may join its QuantizeLinear, DequantizeLinear and product into a product of integers."""
+    return isinstance(module.scheme.activation, StaticInt8)

@@ -30,6 +30,12 @@ MICROSOFT = "com.microsoft"
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128
 _BNB4 = {FP4_BNB: 0, NF4: 1}
 """``quant_type`` of MatMulBnb4."""
+UNSIGNED = 128
+"""The zero point of uint8 codes that stand for int8 ones, in products of integers.
+
+onnxruntime multiplies uint8 by int8 on x86 without VNNI in saturating 16-bit sums: results may be wrong by a fifth. It
+multiplies int8 by int8 with no vector instructions. uint8 by uint8 is exact and fast everywhere.
+"""
 _FLOAT8 = {FP8: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
 
 
@@ -38,6 +44,11 @@ def symbolic(
 ) -> Tensor:
     """A node of ONNX whose only result has this shape and dtype. Under a trace nothing is computed."""
     return torch.onnx.ops.symbolic(op, inputs, attributes, dtype=dtype, shape=list(shape))
+
+
+def unsigned(codes: Tensor) -> Tensor:
+    """uint8 codes with the zero point `UNSIGNED` for int8 ones."""
+    return (codes.to(torch.int16) + UNSIGNED).to(torch.uint8).contiguous()
 
 
 class ONNXWeight(nn.Module):
@@ -182,7 +193,7 @@ class DequantizedWeight(ONNXWeight):
     """``codes`` int4 (two per byte, becomes an int4 initializer), int8 or float8 ``(N, K)``; scales ``(N, G)``.
 
     fp4 is stored as int8 codes of twice its values, which are integers, with half its scales. Codes of other tables are
-    uint8 indices into ``table``.
+    uint8 indices into ``table``. ``unsigned_codes``: int8 codes become uint8 with zero points; see `UNSIGNED`.
     """
 
     codes: Tensor
@@ -190,7 +201,7 @@ class DequantizedWeight(ONNXWeight):
     zeros: Tensor | None
     table: Tensor | None
 
-    def __init__(self, weight: QTensor) -> None:
+    def __init__(self, weight: QTensor, *, unsigned_codes: bool = False) -> None:
         super().__init__(weight)
         element, codes, scales = weight.format.element, weight.codes(), weight.scales()
         zero = weight.integer_zero()
@@ -204,6 +215,8 @@ class DequantizedWeight(ONNXWeight):
             codes, scales = (element.decode(codes) * 2).to(torch.int8), scales / 2
         elif not element.is_integer:
             table = element.lookup(torch.device("cpu"), torch.float32).clone()
+        elif unsigned_codes:
+            codes, zero = unsigned(codes), unsigned(scales.new_zeros(scales.shape) if zero is None else zero)
         if zero is not None and not self.int4:
             zero = zero.t().contiguous()
         self.groups = scales.shape[0]
