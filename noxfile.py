@@ -251,7 +251,7 @@ def _wheel_of_cpu(session: nox.Session) -> str:
     return found[0]
 
 
-def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bool:
+def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool = False) -> bool:
     """Whether pytest passes with the arguments ``chosen``; ``covered``: what it runs of core is noted."""
     # Not pytest --cov: pytest loads qcore's own pytest plugin before pytest-cov could start to measure.
     tool = ("coverage", "run", "-m", "pytest") if covered else ("pytest",)
@@ -264,29 +264,29 @@ def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool) -> bo
 
 @nox.session(python=False, requires=["dev"])
 def tests(session: nox.Session) -> None:
-    """Test core, the third-party scenarios and every plugin present; coverage of core at least 95 %.
+    """Test core, the third-party scenarios and every plugin present; `-- --coverage`: of core, at least 95 %.
 
     Of exhaustive tests a sample runs here, the others in `grids`.
     """
-    if session.posargs:  # a part of the tests covers a part of the code
-        if not _passes(session, session.posargs, covered=False):
-            session.error("Tests failed.")
-        return
-    _run_dev(session, "coverage", "erase")
-    # All of them, so that everything there is to mend shows. Coverage is core's, and would double the time that kernels
-    # take in Triton's interpreter.
-    passed = [
-        _passes(session, [*TWO, "tests/core", f"--ignore={COMPILING}"], covered=True),
-        *(_passes(session, [*TWO, *chosen], covered=False) for chosen in _uncovered()),
-    ]
+    chosen, covered = _without(session, "--coverage")
+    if chosen and covered:  # a part of the tests covers a part of the code
+        session.error("Coverage is that of all tests of core: leave out paths and options of pytest.")
+    # Coverage makes the tests of core take half as long again, and would double the time of Triton's interpreter.
+    runs = [chosen] if chosen else [["tests/core", f"--ignore={COMPILING}"], *_beside_core()]
+    if covered:
+        _run_dev(session, "coverage", "erase")
+    # All of them, so that everything there is to mend shows.
+    two = () if chosen else TWO
+    passed = [_passes(session, [*two, *run], covered=covered and not i) for i, run in enumerate(runs)]
     if not all(passed):
         session.error("Tests failed.")
-    _run_dev(session, "coverage", "combine", "--quiet")
-    _run_dev(session, "coverage", "report")
+    if covered:
+        _run_dev(session, "coverage", "combine", "--quiet")
+        _run_dev(session, "coverage", "report")
 
 
-def _uncovered() -> tuple[list[str], list[str]]:
-    """What is tested without coverage, in two runs of pytest: with and without Triton's interpreter."""
+def _beside_core() -> tuple[list[str], list[str]]:
+    """What is tested beside core, in two runs of pytest: without and with Triton's interpreter."""
     plugins = [f"tests/{p.name}" for p in PLUGINS if (ROOT / "tests" / p.name).is_dir() and p != NATIVE]
     interpreting = [folder for folder in plugins if folder in INTERPRETING]
     others = [folder for folder in plugins if folder not in INTERPRETING]
@@ -299,9 +299,9 @@ def grids(session: nox.Session) -> None:
     if session.posargs:
         _run_dev(session, "pytest", *EXHAUSTIVE, *session.posargs)
         return
-    plain, interpreting = _uncovered()
+    plain, interpreting = _beside_core()
     passed = [
-        _passes(session, [*TWO, *EXHAUSTIVE, *chosen], covered=False)
+        _passes(session, [*TWO, *EXHAUSTIVE, *chosen])
         for chosen in (["tests/core", f"--ignore={COMPILING}", *plain], interpreting)
     ]
     if not all(passed):

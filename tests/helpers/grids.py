@@ -1,8 +1,8 @@
 """Exhaustive tests: `nox -s tests` runs a sample of their cases, `nox -s grids` those marked ``grid``, the others.
 
 Both helpers give the parameters of a test. Which cases are in the sample depends on nothing but their number, so that
-the two sessions together run each case once. With the environment variable GRID_TURN=N, `grids` runs a third of the
-others, that of N modulo 3.
+the two sessions together run each case once. With the environment variable GRID_TURN=N, `grids` runs a fifth of the
+others, that of N modulo 5.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-TURNS = 3
+TURNS = 5
 
 
 def _in_turn(number: int) -> bool:
