@@ -4,13 +4,22 @@ import copy
 
 import pytest
 import torch
-from smollm2 import FILE, dense_state, needs_file
+from smollm2 import needs_file
 
 import qcore
 from qcore import graphs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("qcore_vulkan")
+
+from compiled_models import (  # noqa: E402 - needs transformers
+    check_one_part_a_step,
+    greedy,
+    minilm,
+    needs_minilm,
+    smollm2_model,
+    tiny_decoder,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,38 +29,12 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@torch.no_grad()
-def greedy(call, config, ids, count):
-    """The greedy text after ``ids`` with a static cache."""
-    cache = transformers.StaticCache(config=config, max_cache_len=96)
-    size = config.hidden_size // config.num_attention_heads
-    cache.early_initialization(1, config.num_key_value_heads, size, torch.float32, torch.device("cpu"))
-    place, text = torch.arange(ids.shape[1]), []
-    for _ in range(count):
-        logits = call(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits[:, -1]
-        ids, place = logits.argmax(-1, keepdim=True), place[-1:] + 1
-        text.append(int(ids))
-    return text
-
-
-def check_one_submission_a_step(model):
-    found = graphs.explain(model)
-    assert found.reports
-    assert not found.host, str(found)
-    assert all(len(report.parts) == 1 and report.states and not report.copied for report in found.reports), str(found)
-
-
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
 def test_tiny_decoders(kind):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = tiny_decoder(kind)
     compiled, ids = torch.compile(copy.deepcopy(model), backend="qcore_vulkan"), torch.tensor([[3, 1, 4, 1, 5]])
-    assert greedy(compiled, config, ids, 24) == greedy(model, config, ids, 24)
-    check_one_submission_a_step(compiled)
+    assert greedy(compiled, model.config, ids, 24) == greedy(model, model.config, ids, 24)
+    check_one_part_a_step(compiled)
 
 
 def test_a_tiny_encoder():
@@ -69,35 +52,16 @@ def test_a_tiny_encoder():
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
-class Sentences(torch.nn.Module):
-    """Ids and mask to unit vectors, as sentence-transformers pools MiniLM."""
-
-    def __init__(self, encoder):
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, ids, mask):
-        tokens = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = mask[..., None].to(tokens.dtype)
-        return torch.nn.functional.normalize((tokens * weights).sum(1) / weights.sum(1).clamp(min=1e-9), dim=-1)
-
-
+@needs_minilm
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "tolerance", "attention"), [
-    (None, 1e-5, "eager"), ("w8a16", 1e-5, "sdpa"), ("w8a8", 2e-2, "sdpa"),
+    (None, 1e-5, "eager"), ("w8a16", 1e-5, "sdpa"), ("w8a8", 6e-2, "sdpa"),  # w8a8: each layer amplifies roundings
 ])  # fmt: skip
-def test_an_encoder_of_the_size_of_minilm(scheme, tolerance, attention):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=1000, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12,
-        max_position_embeddings=128, attn_implementation=attention,
-    )  # fmt: skip
-    model = Sentences(transformers.BertModel(config, add_pooling_layer=False)).eval()
+def test_minilm(scheme, tolerance, attention):
+    model, ids, mask = minilm(attention)
     if scheme:
         qcore.quantize_(model, scheme)
     compiled = torch.compile(copy.deepcopy(model), backend="qcore_vulkan")
-    ids, mask = torch.randint(0, 1000, (3, 17)), torch.ones(3, 17, dtype=torch.long)
-    mask[1, 9:], mask[2, 3:] = 0, 0
     y, expected = compiled(ids, mask), model(ids, mask)
     assert (y - expected).norm() <= tolerance * expected.norm()
     found = graphs.explain(compiled)
@@ -108,14 +72,7 @@ def test_an_encoder_of_the_size_of_minilm(scheme, tolerance, attention):
 @needs_file
 @pytest.mark.grid  # minutes on lavapipe
 def test_smollm2_writes_the_same_64_tokens():
-    config = transformers.AutoConfig.from_pretrained(FILE.parent, gguf_file=FILE.name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(dense_state(model), strict=False, assign=True)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    compiled = torch.compile(model.eval(), backend="qcore_vulkan")
-    assert greedy(compiled, config, ids, 64) == greedy(model, config, ids, 64)
-    check_one_submission_a_step(compiled)
+    model, ids = smollm2_model()
+    compiled = torch.compile(model, backend="qcore_vulkan")
+    assert greedy(compiled, model.config, ids, 64) == greedy(model, model.config, ids, 64)
+    check_one_part_a_step(compiled)
