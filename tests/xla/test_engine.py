@@ -183,7 +183,7 @@ def test_rows_are_filled_up_to_few_different_numbers():
 def test_old_programs_are_dropped(problem, monkeypatch):
     from qcore_xla.engines import jax as engine
 
-    here = problem("w8a16", rows=1, k=128)
+    here = problem("w8a16", rows=1, k=1384)  # a size of no other test, so that its programs are new
     kernel = XlaLinear(here.request)
     packed, form = kernel.pack(here.weight), kernel._call.form_on_cpu
     kernel(here.x, packed, None)
