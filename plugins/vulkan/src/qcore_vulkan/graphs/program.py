@@ -114,10 +114,11 @@ class Program:
         """Weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
         known = [*map(id, tensors)]
-        if known != self._seen[0] or states.are_among(known):
+        same = known == self._seen[0] and self._seen[1].fits(*tensors)
+        if not same or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-        same = known == self._seen[0] and self._seen[1].fits(*tensors)
+            same = known == self._seen[0] and self._seen[1].fits(*tensors)
         if not same or (self._fixed and self._device(self._given).lost):
             self._seen = [], Stamp()
             self._given = self._place(tensors, len(values))

@@ -12,6 +12,7 @@ device, it is an error:
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
@@ -64,7 +65,8 @@ def _stale(tensor: Tensor, what: str) -> StaleValuesError:
         f"a tensor {tensor.dtype} {tuple(tensor.shape)} of a model that qcore_vulkan has compiled {what}.\nA tensor "
         f"that the model writes, such as a KV cache, has its values on the device, and NaN in host memory until "
         f"qcore.graphs.synchronize(tensor or model): call it before torch reads, copies or reorders one. Beam search "
-        f"reorders caches: use the default, dynamic cache for it. Fill memory of torch.empty before a model reads it."
+        f"reorders its cache: compile that as well (docs/reference/vulkan.md, KV caches), or use the default, dynamic "
+        f"cache. Fill memory of torch.empty before a model reads it."
     )
 
 
@@ -77,7 +79,7 @@ class Sentinels:
     """One filling of a tensor's memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Fill the memory of a contiguous tensor of `DTYPES`, which does not count as a write by torch."""
+        """Fill the memory of a contiguous tensor of `DTYPES`. Counts as a write, for copies of what shares it."""
         _ever[:] = [True]
         self._like = tensor.dtype, tensor.shape
         at = next(_numbers) % _PERIOD
@@ -86,6 +88,7 @@ class Sentinels:
         with torch.no_grad():
             for memory, period in self._aligned(_bits(tensor.data)):
                 memory.copy_(period)
+        torch.autograd.graph.increment_version(tensor)
 
     def left(self, tensor: Tensor) -> Tensor:
         """Where they still stand in a tensor that torch has written to: bool, in its shape.
@@ -100,15 +103,17 @@ class Sentinels:
             torch.eq(now, period, out=out)
         if same.all():
             raise _stale(tensor, "was written from its own stale memory, or not changed by the write")
-        if (_marked(tensor.dtype, bits) & ~same).any():
-            raise _stale(tensor, "was written with values from stale memory")
+        flat = tensor.detach().reshape(-1)
+        check(flat[~same] if same.any() else flat)
         return same.view(tensor.shape)
 
     def clear(self) -> None:
         """Zero the memory if nothing shares it: it is about to be freed, and torch.empty may hand it out again."""
+        if self._memory.expired():  # type: ignore[no-untyped-call]
+            return
         storage = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
-        if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= 2:
-            storage.fill_(0)
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:
+            ctypes.memset(storage.data_ptr(), 0, storage.nbytes())  # not by torch, which may be tracing a model
 
     def _aligned(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole periods ``(n, _PERIOD)`` of a flat tensor, and the rest, each with the sentinels for it."""

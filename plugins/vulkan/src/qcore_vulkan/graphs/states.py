@@ -48,6 +48,7 @@ class State:
         """Note that a program has written the state, whose tensor it does not bring up to date."""
         if self.sentinels is None:
             self.sentinels = Sentinels(tensor)
+            self.stamp = Stamp(tensor)
 
     def write_back(self, tensor: Tensor) -> None:
         """Bring the tensor up to date, but for what torch has written to it: then it stays stale, to be uploaded.
