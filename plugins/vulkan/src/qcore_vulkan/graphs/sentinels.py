@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -90,22 +91,22 @@ class Sentinels:
                 memory.copy_(period)
         torch.autograd.graph.increment_version(tensor)
 
-    def left(self, tensor: Tensor) -> Tensor:
-        """Where they still stand in a tensor that torch has written to: bool, in its shape.
+    def left(self, tensor: Tensor) -> Tensor | None:
+        """Where they still stand in a tensor that torch has written to: bool, in its shape; None if nowhere.
 
         Raises `StaleValuesError` if torch has written sentinels, or nothing at all.
         """
         if (tensor.dtype, tensor.shape) != self._like:  # torch has replaced its memory
-            return torch.zeros(tensor.shape, dtype=torch.bool, device="cpu")
+            return None
         bits = _bits(tensor)
         same = torch.empty(bits.shape, dtype=torch.bool, device="cpu")
         for (now, period), (out, _) in zip(self._aligned(bits), self._aligned(same), strict=True):
             torch.eq(now, period, out=out)
-        if same.all():
+        count, same = np.count_nonzero(same.numpy()), same.view(tensor.shape)
+        if count == tensor.numel():
             raise _stale(tensor, "was written from its own stale memory, or not changed by the write")
-        flat = tensor.detach().reshape(-1)
-        check(flat[~same] if same.any() else flat)
-        return same.view(tensor.shape)
+        check(tensor.detach().masked_fill(same, 0) if count else tensor.detach())
+        return same if count else None
 
     def clear(self) -> None:
         """Zero the memory if nothing shares it: it is about to be freed, and torch.empty may hand it out again."""

@@ -57,8 +57,9 @@ class State:
         """
         if self.sentinels is None:
             return
-        left = self.sentinels.left(tensor) if self.is_stale(tensor) else None
-        if left is not None and not left.any():
+        stale = self.is_stale(tensor)
+        left = self.sentinels.left(tensor) if stale else None
+        if stale and left is None:
             self.sentinels = None
             return
         if self.device.lost:
@@ -66,10 +67,10 @@ class State:
         words = words_in(self.buffer, tensor)
         if left is None:
             self.take(tensor, words)
-        else:
-            with torch.no_grad():
-                tensor.copy_(torch.where(left, words.to(tensor.dtype), tensor))
-            self.sentinels = None
+            return
+        with torch.no_grad():
+            tensor.copy_(torch.where(left, words.to(tensor.dtype), tensor))
+        self.sentinels = None
 
     def take(self, tensor: Tensor, words: Tensor) -> None:
         """Bring the tensor up to date with ``words``, those of `buffer`."""
