@@ -46,6 +46,29 @@ def test_only_backends_that_defer_writes_are_asked_for_them():
     assert backend.asked == [5, 1, 2]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("defers", "given", "wanted"), [
+    (True, {"refused": ["cos"]}, [[3]]), (True, {"refused": ["sin"]}, []), (True, {"fails": True}, [[2, 3]]),
+    (False, {"refused": ["cos"]}, []), (False, {"fails": True}, []),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:asks_for_states")
+def test_what_the_host_reads_is_brought_up_to_date(defers, given, wanted):
+    class Asks(TorchParts):
+        name, defers_writes, asked = "asks_for_states", defers, []
+
+        def synchronize(self, tensors):
+            self.asked.append([tensor.numel() for tensor in tensors])
+
+    backend, x, y = Asks(**given), torch.ones(2), torch.ones(3)
+    try:
+        found = backend.compiled(lambda x, y: ((x + 1).sin(), y.cos() * 2))(x, y)
+        torch.testing.assert_close(found, ((x + 1).sin(), y.cos() * 2))
+        assert backend.asked == wanted
+    finally:
+        del graphs.states.backends[backend.name]
+        torch._dynamo.reset()
+
+
 class Deferring(TorchParts):
     """Keeps states to itself, and notes the versions of their tensors at each call."""
 

@@ -97,7 +97,7 @@ class Captured:
     def _refuse(self, report: Report, why: str) -> Callable[..., Any]:
         report.refused = why
         warnings.warn(f"{report.backend}: this graph runs in torch: {why}.", QcoreWarning, stacklevel=2)
-        return self._module.forward
+        return states.synchronized(self._module.forward) if self._backend.defers_writes else self._module.forward
 
     def _lowered(self, values: Sequence[Any], report: Report) -> Callable[..., Any]:
         from torch._dynamo import disable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 
-from . import cutting, recognizing
+from . import cutting, recognizing, states
 from .backends import Compiled, GraphBackend, Input, Part, Role
 from .explaining import HostNode, PartReport, Report
 
@@ -64,11 +64,12 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
             _install(module, node, part, backend.compile(part))
             in_place |= done
             report.parts.append(PartReport.of(part))
+    read = [i for i, place in enumerate(places) if any(user.op == "call_function" for user in place.users)]
     _finish_writes(module, {place: value for place, value in writes.items() if place not in in_place}, report)
     report.host += [HostNode.of(lines[name], why) for name, why in left.items()]
     module.graph.eliminate_dead_code()
     module.recompile()
-    program.run = module.forward
+    program.run = states.synchronized(module.forward, read) if read and backend.defers_writes else module.forward
     return program
 
 

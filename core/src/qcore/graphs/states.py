@@ -3,12 +3,12 @@
 **The rule.** A state belongs to the device while compiled graphs run, and is never copied between two calls.
 
 * *Reads by torch.* With a backend whose `GraphBackend.defers_writes` is false, a state holds its new values as soon as
-  a call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory holds the
-  values of the last `synchronize`, which copies back what has changed since; parts of the same graph that run on the
-  host see current values in any case.
+  a call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory of a state that
+  has changed since the last `synchronize` holds no values. Torch must not compute with it unseen: such a backend fills
+  it with NaN (qcore_vulkan: with `qcore_vulkan.graphs.sentinels`, and refuses what torch has made of these). What runs
+  on the host in captured graphs sees current values in any case.
 * *Writes by torch* (``cache.zero_()``) are noticed at the next call by the tensor's version counter, which every write
-  through torch's API advances, and replace the device's values. Call `synchronize` before a write to a part of a state
-  if the backend defers writes; otherwise the rest of the state goes back to its values of the last `synchronize`.
+  through torch's API advances, and replace the device's values where they were written: all, or a part.
 * *Aliases.* A state must own its memory. A tensor whose storage other tensors share is copied in and out at each call
   (``explain`` says so).
 * *Lifetime.* The device's copy is freed with the tensor.
@@ -156,6 +156,17 @@ class TorchWrites:
             return run(*values)
 
         return restoring
+
+
+def synchronized(run: Callable[..., Any], read: Iterable[int] | None = None) -> Callable[..., Any]:
+    """``run``, a call on the host, after `synchronize` of its arguments at the positions ``read``, by default all."""
+    places = None if read is None else [*read]
+
+    def reading(*values: Any) -> Any:
+        synchronize(values if places is None else [values[i] for i in places])
+        return run(*values)
+
+    return reading
 
 
 def synchronize(tensors: torch.nn.Module | Iterable[Any] | Tensor) -> None:

@@ -18,6 +18,7 @@ from ..builder import Place, Program, Ref
 from ..device import Buffer, Device
 from ..steps.operand import Operand, new, over
 from ..steps.pointwise import binary, checked, convert, fill
+from . import sentinels
 from .numbers import on_device
 from .planner import Planner
 from .residents import Weight
@@ -37,8 +38,8 @@ Given = Buffer | Weight | None
 class Recorded:
     """A part recorded for certain buffers.
 
-    **Fields:** ``program``: takes the part's fresh inputs, returns its results, its `small` states and, if ``checks``,
-    one more word: 0, or `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
+    **Fields:** ``program``: takes the part's fresh inputs, returns its results, its `undeferred` states and, if
+    ``checks``, one more word: 0, or `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
     """
 
     program: Program
@@ -156,7 +157,7 @@ class Lowering:
                 self._call(node)
         outputs = [self._output(self._values[node]) for node in _returned(self._part)]
         self._update()
-        outputs += [self._output(_whole(self._given[i], self._part.inputs[i].example)) for i in small(self._part)]  # type: ignore[arg-type]
+        outputs += [self._output(_whole(self._given[i], self._part.inputs[i].example)) for i in undeferred(self._part)]  # type: ignore[arg-type]
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
         program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")
@@ -244,12 +245,14 @@ _SMALL = 256
 """Elements."""
 
 
-def small(part: GraphPart) -> list[int]:
-    """Positions of the states that are so small that each run returns them: lengths and positions of caches.
+def undeferred(part: GraphPart) -> list[int]:
+    """Positions of the states that each run returns: small ones (lengths, positions), and those without sentinels.
 
-    The program around a model reads these from call to call, so they must not be behind in torch.
+    The program around a model reads the small ones from call to call. Of dtypes outside of `sentinels.DTYPES` host
+    memory that is behind could not be told from values.
     """
-    return [i for i, one in enumerate(part.inputs) if one.role is Role.STATE and one.example.numel() <= _SMALL]
+    states = [(i, one.example) for i, one in enumerate(part.inputs) if one.role is Role.STATE]
+    return [i for i, example in states if example.numel() <= _SMALL or example.dtype not in sentinels.DTYPES]
 
 
 def _roles(part: GraphPart) -> list[Role]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .sentinels import check
+
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 INTEGERS = frozenset({torch.int64, torch.int32})
 SMALL = frozenset({torch.int8, torch.uint8, torch.int16})
@@ -25,19 +27,30 @@ def on_device(dtype: torch.dtype) -> torch.dtype:
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """A tensor as the device takes it: contiguous, float32 or int32. Raises `OverflowError` for too large integers."""
+    """A tensor as the device takes it: contiguous, float32 or int32.
+
+    Raises `OverflowError` for too large integers, `StaleValuesError` for what torch made from stale memory of a state.
+    """
     dense = tensor.detach().contiguous()
     dense = dense.resolve_neg() if dense.is_neg() else dense
+    if dense.dtype in FLOATS:
+        check(dense)
+        return dense.to(torch.float32)
     if dense.dtype != torch.int64:
-        return dense.to(torch.float32 if dense.dtype in FLOATS else torch.int32)
+        return dense.to(torch.int32)
     narrow = dense.to(torch.int32)
     if dense.numel() and not torch.equal(narrow.to(torch.int64), dense):
+        check(dense)
         raise OverflowError(TOO_LARGE)
     return narrow
 
 
 def halves_of(tensor: Tensor) -> Tensor:
-    """A tensor of 16-bit floats as the device takes it for a product or a table: as it is, in whole words."""
+    """A tensor of 16-bit floats as the device takes it for a product or a table: as it is, in whole words.
+
+    Raises `StaleValuesError` as `words_of` does.
+    """
+    check(tensor.detach())
     bits = tensor.detach().contiguous().view(torch.int16).reshape(-1)
     return torch.nn.functional.pad(bits, (0, bits.numel() % 2))
 

@@ -6,6 +6,7 @@ recorded for the buffers of its weights and states, as layers of one kind share 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from ..programs import Programs
 from ..weights import known
 from . import residents, states
 from .constants import folded
-from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves, small
+from .lowering import OUT_OF_RANGE, OVERFLOW, Given, Lowering, Recorded, halves, undeferred
 from .numbers import TOO_LARGE, host_dtype, words_of
 from .rules import rule_of
+from .sentinels import StaleValuesError
 from .states import State
 
 _Seen = tuple[list[int], Stamp]
@@ -39,7 +41,7 @@ class Program:
         self._part = part
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
-        self._small_states = [(i, part.inputs[i].example) for i in small(part)]
+        self._undeferred = [(i, part.inputs[i].example) for i in undeferred(part)]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._weights = {i for i, role in enumerate(roles) if role is Role.WEIGHT}
@@ -58,10 +60,13 @@ class Program:
         self._first()
 
     def _first(self) -> None:
-        """Record the program for the tensors of the first call, so that an error leaves the whole graph to torch."""
+        """Record the program for the tensors of the first call, so that an error leaves the whole graph to torch.
+
+        Not one of stale values: torch would compute with them.
+        """
         values = [one.example if one.role is Role.NUMBER else one.value for one in self._part.inputs]
         if all(values[i] is not None for i in (*self._states, *self._fixed)):
-            with self._lock:
+            with self._lock, contextlib.suppress(StaleValuesError):
                 device, given, _ = self._placed(values)
                 self._program(device, given)
 
@@ -75,10 +80,12 @@ class Program:
         recorded = self._program(device, given)
         inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
-        returned = {i: torch.empty(like.shape, dtype=host_dtype(like.dtype)) for i, like in self._small_states}
+        returned = {i: torch.empty(like.shape, dtype=host_dtype(like.dtype)) for i, like in self._undeferred}
         flag = [torch.zeros(1, dtype=torch.int32)] if recorded.checks else []
         recorded.program.run(inputs, [*outputs, *returned.values(), *flag])
-        states.advance(held)
+        for i, state in zip(self._states, held, strict=True):
+            if i not in returned and i not in self._copied:
+                state.advance(values[i])  # type: ignore[arg-type]
         for i, state in zip(self._states, held, strict=True):
             if i in returned:
                 state.take(values[i], returned[i])  # type: ignore[arg-type]
@@ -107,10 +114,11 @@ class Program:
         """Weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
         known = [*map(id, tensors)]
-        if known != self._seen[0] or states.are_among(known):
+        same = known == self._seen[0] and self._seen[1].fits(*tensors)
+        if not same or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-        same = known == self._seen[0] and self._seen[1].fits(*tensors)
+            same = known == self._seen[0] and self._seen[1].fits(*tensors)
         if not same or (self._fixed and self._device(self._given).lost):
             self._seen = [], Stamp()
             self._given = self._place(tensors, len(values))

@@ -1,12 +1,13 @@
 """States on the device: tensors that graphs mutate, above all KV caches; see `qcore.graphs.states` for the rule.
 
-A state's values are in device memory from its first use on, and torch's tensor is behind until `synchronize`; small
-ones (`lowering.small`) come back with each call. What torch writes in between is noticed by the tensor's version
-counter, and uploaded.
+A state's values are in device memory from its first use on, and the memory of torch's tensor holds `sentinels` until
+`synchronize`; some (`lowering.undeferred`) come back with each call instead. What torch writes in between is noticed by
+the tensor's version counter, and uploaded: all of it, or with the device's values where sentinels are left.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -22,17 +23,18 @@ from ..builder import Builder, Place, Program, Ref
 from ..device import Buffer, Device
 from .numbers import host_dtype, words_of
 from .residents import static
+from .sentinels import Sentinels
 
 _SMALL = 4096
 """Bytes up to which states are uploaded together."""
 
 
 class State:
-    """The device's copy of a tensor; ``ahead``: whether the tensor's own memory is behind."""
+    """The device's copy of a tensor; ``sentinels``: what the tensor's own memory holds if the device is ahead of it."""
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
-        self.stamp, self.ahead = Stamp(tensor), False
+        self.stamp, self.sentinels = Stamp(tensor), None  # type: Stamp, Sentinels | None
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether torch has written to the tensor."""
@@ -40,18 +42,49 @@ class State:
 
     def refreshed(self, tensor: Tensor) -> None:
         """Note that the device has the tensor's values."""
-        self.stamp, self.ahead = Stamp(tensor), False
+        self.stamp, self.sentinels = Stamp(tensor), None
+
+    def advance(self, tensor: Tensor) -> None:
+        """Note that a program has written the state, whose tensor it does not bring up to date."""
+        if self.sentinels is None:
+            self.sentinels = Sentinels(tensor)
+            self.stamp = Stamp(tensor)
 
     def write_back(self, tensor: Tensor) -> None:
-        """Bring the tensor up to date."""
-        if self.ahead and self.stamp.fits(tensor):
-            self.take(tensor, words_in(self.buffer, tensor))
+        """Bring the tensor up to date, but for what torch has written to it: then it stays stale, to be uploaded.
+
+        Raises `StaleValuesError`; `PluginError` if the values that it lacks were lost with the device.
+        """
+        if self.sentinels is None:
+            return
+        stale = self.is_stale(tensor)
+        left = self.sentinels.left(tensor) if stale else None
+        if stale and left is None:
+            self.sentinels = None
+            return
+        if self.device.lost:
+            raise PluginError(_lost(self.device, tensor))
+        words = words_in(self.buffer, tensor)
+        if left is None:
+            self.take(tensor, words)
+            return
+        with torch.no_grad():
+            tensor.copy_(torch.where(left, words.to(tensor.dtype), tensor))
+        self.sentinels = None
 
     def take(self, tensor: Tensor, words: Tensor) -> None:
         """Bring the tensor up to date with ``words``, those of `buffer`."""
         with torch.no_grad():
             tensor.copy_(words)
-        self.stamp, self.ahead = Stamp(tensor), False
+        self.refreshed(tensor)
+
+
+def _lost(device: Device, tensor: Tensor) -> str:
+    return (
+        f"the Vulkan device {device.description.name!r} was lost, and with it the values of a state "
+        f"{tuple(tensor.shape)}, such as a KV cache.\nIts host memory holds NaN: write all of it (cache.reset()), and "
+        f"run the prompt once more."
+    )
 
 
 def words_in(buffer: Buffer, like: Tensor) -> Tensor:
@@ -99,13 +132,16 @@ def get(device: Device, tensor: Tensor, stale: list[Stale]) -> State | None:
     found = peek(tensor)
     if found is not None and found.device is device and not device.lost:
         if found.is_stale(tensor):
+            found.write_back(tensor)
             stale.append((found, tensor))
         return found
     if found is not None:
-        _leave(found, tensor)
+        found.write_back(tensor)
+        del _known[id(tensor)]
     if why_not(tensor):
         if tensor.is_inference():
             _warn_of_inference()
+        current(tensor)  # it may be a view of a state
         return None
     key, state = id(tensor), State(device, tensor)
     _known[key] = (weakref.ref(tensor, lambda ref: _forget(key, ref)), state)
@@ -163,41 +199,23 @@ def are_among(keys: Iterable[int]) -> bool:
 
 
 def current(tensor: Tensor) -> Tensor:
-    """The tensor, with its values on a device written back if it is a state whose memory is behind."""
-    state = peek(tensor)
-    if state is not None and state.ahead and not state.device.lost:
-        state.write_back(tensor)
+    """The tensor; if it is a state, or a view of one, whose memory is behind, with the device's values written back."""
+    owner = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - torch has no public name for it
+    state = peek(owner)
+    if state is not None:
+        state.write_back(owner)
     return tensor
-
-
-def _leave(state: State, tensor: Tensor) -> None:
-    """Let go of the copy on another device, or on one that was lost."""
-    _known.pop(id(tensor), None)
-    if not state.device.lost:
-        state.write_back(tensor)
-    elif state.ahead and state.stamp.fits(tensor):
-        raise PluginError(
-            f"the Vulkan device {state.device.description.name!r} was lost, and with it the values of a state "
-            f"{tuple(tensor.shape)}, such as a KV cache.\nIt has its values of the last qcore.graphs.synchronize "
-            f"again: reset it, or run the prompt once more."
-        )
 
 
 def _forget(key: int, ref: weakref.ref[Tensor]) -> None:
     found = _known.get(key)
     if found is not None and found[0] is ref:  # the id may belong to another tensor by now
         del _known[key]
+        if found[1].sentinels is not None and not sys.is_finalizing():
+            found[1].sentinels.clear()
 
 
 def synchronize(tensors: Iterable[Tensor]) -> None:
-    """Write the values of states among ``tensors`` to the memory that torch sees."""
+    """Write the values of states among ``tensors``, or that these are views of, to the memory that torch sees."""
     for tensor in tensors:
-        state = peek(tensor)
-        if state is not None and not state.device.lost:
-            state.write_back(tensor)
-
-
-def advance(states: Sequence[State]) -> None:
-    """Note that a program has written the states."""
-    for state in states:
-        state.ahead = True
+        current(tensor)
