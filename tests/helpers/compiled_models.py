@@ -41,12 +41,12 @@ def check_one_part_a_step(model):
     assert all(len(report.parts) == 1 and report.states and not report.copied for report in found.reports), str(found)
 
 
-def tiny_decoder(kind):
-    """A random Llama, Qwen2 or Mistral."""
+def tiny_decoder(kind, **settings):
+    """A random Llama, Qwen2 or Mistral; ``settings``: more of its configuration."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
+        num_key_value_heads=2, max_position_embeddings=128, **settings,
     )  # fmt: skip
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 

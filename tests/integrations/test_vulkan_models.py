@@ -71,12 +71,7 @@ def test_minilm(scheme, tolerance, attention):
 
 def decoder():
     """A tiny decoder whose words differ much, so that its beams change places, and a batch of two prompts."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_decoder("Llama", bos_token_id=1, eos_token_id=2, pad_token_id=0)
     for weight in model.parameters():
         weight.data.mul_(6 if weight.dim() > 1 else 1)
     return model, torch.tensor([[3, 1, 4, 1, 5], [7, 8, 9, 10, 11]])

@@ -54,6 +54,16 @@ def test_small_states_come_back_with_each_call(size, behind):
     assert model.count.tolist() == [10, *[4] * (size - 1)]
 
 
+@torch.no_grad()
+def test_a_checkpoint_has_the_devices_values(tmp_path):
+    model = Counter(torch.zeros(300))
+    torch.compile(model, backend=qcore_vulkan)(torch.ones(300))
+    qcore.save(model, tmp_path / "counter.safetensors")
+    again = Counter(torch.zeros(300))
+    qcore.load_(again, tmp_path / "counter.safetensors")
+    assert torch.equal(again.count, torch.ones(300))
+
+
 def test_a_state_of_inference_mode_is_copied():
     states._warn_of_inference.cache_clear()
     with torch.inference_mode():

@@ -67,7 +67,7 @@ def described_state(model: nn.Module, *, guarded: bool = False) -> tuple[dict[st
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
     """Return plain tensors by name, and quantized weights with their schemes."""
-    state: Mapping[Any, Any] = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    state: Mapping[Any, Any] = _state_dict(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
     _check_names(state)
     weights = {**_described_weights(state), **_qtensor_weights(state)}
     taken = {f"{name}.{part}" for name in weights for part in WEIGHT_TENSORS} | weights.keys()
@@ -79,6 +79,13 @@ def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor
                 f"Pass the model or its unchanged state_dict(), or QTensors."
             )
     return {**plain, **weights}
+
+
+def _state_dict(model: nn.Module) -> Mapping[str, Any]:
+    from ..graphs import synchronize  # not with `import qcore`, for which it takes too long
+
+    synchronize(model)  # a compiled model may have written buffers on a device
+    return model.state_dict()
 
 
 def _check_names(state: Mapping[Any, Any]) -> None:
