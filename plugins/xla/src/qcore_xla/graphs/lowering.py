@@ -155,7 +155,7 @@ def _check_indices(node: fx.Node, args: Any, flags: Flags) -> None:
     name = rule_name(node.target)
     if name == "embedding":
         flags.outside.append(_outside(args[1], args[0].shape[0]))
-    elif name in {"index_copy", "index_select"}:
+    elif name in {"index_copy", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce"}:
         flags.outside.append(_outside(args[2], (args[0].shape or (1,))[args[1]]))
     elif name in {"index", "index_put"}:
         for dim, index in enumerate(args[1]):
