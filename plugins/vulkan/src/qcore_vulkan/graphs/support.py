@@ -8,21 +8,19 @@ from functools import lru_cache
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from qcore.plugin_api import is_whole
+from qcore.plugin_api import is_constant, is_whole
 
-from .constants import is_constant
 from .numbers import DTYPES
 from .rules import REFUSALS, RULES, rule_name
 
 
 def why_not(node: fx.Node) -> str:
     """Why a node stays on the host, a sentence; empty if the device runs it."""
-    constant = is_constant(node)
-    if constant and not node.users:
+    if not node.users and is_constant(node):
         return ""
     if found := _why_not_tensors(node):
         return found
-    if constant:
+    if is_constant(node, alone=True):
         return ""
     name = rule_name(node.target)
     if name not in RULES:
