@@ -4,7 +4,7 @@ import jax
 import pytest
 import torch
 from graph_backends import part_of, part_of_call
-from graph_cases import CASES, MASKS, I, X
+from graph_cases import ALONG_NO_DIMENSION, CASES, MASKS, I, X
 from graph_window_cases import CASES as WINDOWS
 
 from qcore_xla.graphs import attention, lowering, products, program, rules
@@ -34,6 +34,11 @@ def test_rules(name, function, args):
 @pytest.mark.parametrize("index", [torch.tensor(1), torch.tensor([1])])
 def test_a_number_is_one_element(index):
     check(*run(lambda x, i: x.index_copy(0, i, x[2]), (torch.randn(5), index))[:2], 0.0)
+
+
+@pytest.mark.parametrize("name", ALONG_NO_DIMENSION)
+def test_tensors_without_dimensions(name):
+    check(*run(ALONG_NO_DIMENSION[name], (torch.tensor(0.7),))[:2], 1e-6)
 
 
 def test_every_rule_has_a_case():
