@@ -142,3 +142,13 @@ MASKS = {
     "bool": torch.tensor([[True, False, True, True, False]]).expand(3, 5),
     "blind": torch.tensor([[True], [False], [True]]).expand(3, 5),
 }
+
+ZERO = torch.tensor(0)
+ALONG_NO_DIMENSION = {
+    "_softmax": lambda x: x.softmax(0), "_log_softmax": lambda x: x.log_softmax(-1), "sort": lambda x: x.sort()[0],
+    "topk": lambda x: x.topk(1)[0], "argmax": lambda x: x.argmax(0), "max": lambda x: x.max(0)[0],
+    "index_select": lambda x: x.index_select(0, ZERO[None]), "gather": lambda x: x.gather(0, ZERO),
+    "scatter": lambda x: x.scatter(0, ZERO, 2.0), "scatter_add": lambda x: x.scatter_add(0, ZERO, x),
+    "scatter_reduce": lambda x: x.scatter_reduce(0, ZERO, x, "sum"),
+}  # fmt: skip
+"""Functions along a dimension of a tensor that has none."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from graph_backends import part_of_call
-from graph_cases import CASES, IMAGE, MASKS, I, X
+from graph_cases import ALONG_NO_DIMENSION, CASES, IMAGE, MASKS, I, X
 from torch.nn import functional as F
 
 from qcore_vulkan.graphs import support
@@ -48,6 +48,12 @@ def check(function, args, tolerance, dtype=None):
 def test_rules(name, function, args):
     reasons = check(function, args, 2e-5)
     assert all(HOST.get(name, "nothing") in why for why in reasons)
+
+
+@pytest.mark.parametrize("name", ALONG_NO_DIMENSION)
+def test_tensors_without_dimensions(name):
+    reasons = check(ALONG_NO_DIMENSION[name], (torch.tensor(0.7),), 1e-6)
+    assert all("without dimensions" in why for why in reasons)
 
 
 def test_every_rule_has_a_case_and_few_are_refused():

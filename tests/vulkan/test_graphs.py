@@ -332,3 +332,17 @@ def test_steps_of_a_block_run_side_by_side(device, monkeypatch, scheme, preparat
     assert norms == 2
     assert preparations == (4 if preparation else 0)
     assert waits == 9 + preparations
+
+
+@torch.no_grad()
+def test_constants_that_only_torch_computes():
+    quantile = torch.distributions.Normal(0, 1).icdf
+    model = nn.Sequential(nn.Linear(8, 4))
+    model.register_forward_hook(lambda _, __, y: torch.relu(y - quantile(torch.tensor(0.6)) * y.std(-1, keepdim=True)))
+    expected, compiled = copy.deepcopy(model), torch.compile(model, backend=qcore_vulkan)
+    for _ in range(2):
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x), expected(x), rtol=1e-5, atol=1e-5)
+    found = graphs.explain(model)
+    assert found.submissions == 1
+    assert not found.host + found.refused, str(found)

@@ -19,6 +19,8 @@ FIT = {
     "to": (lambda x: (x.float() / 3).long(), LARGE), "nan": (lambda x: (x.float() / 0).isnan().long(), X),
     "mm": (lambda x: x.view(3, 3) @ x.view(3, 3), X),
     "index_put": (lambda x: ZEROS.index_put((PLACES,), x, accumulate=True), X),
+    "div": (lambda x: torch.div(x + 1, 3, rounding_mode="trunc"), LARGE), "quotient": (lambda x: LARGE // -x[:4], X),
+    "least": (lambda x: x.topk(2, largest=False)[0], torch.tensor([3, 0, 200, 1], dtype=torch.uint8)),
     "inf": (lambda x: torch.where(x > 3, 1 + (x - 3).relu().float().log2().long(), x), X),
 }  # fmt: skip
 DO_NOT_FIT = {

@@ -4,10 +4,10 @@ import jax
 import pytest
 import torch
 from graph_backends import part_of, part_of_call
-from graph_cases import CASES, MASKS, I, X
+from graph_cases import ALONG_NO_DIMENSION, CASES, MASKS, I, X
 from graph_window_cases import CASES as WINDOWS
 
-from qcore_xla.graphs import attention, lowering, products, rules
+from qcore_xla.graphs import attention, lowering, products, program, rules
 
 
 def run(function, args, dtype=None):
@@ -36,6 +36,11 @@ def test_a_number_is_one_element(index):
     check(*run(lambda x, i: x.index_copy(0, i, x[2]), (torch.randn(5), index))[:2], 0.0)
 
 
+@pytest.mark.parametrize("name", ALONG_NO_DIMENSION)
+def test_tensors_without_dimensions(name):
+    check(*run(ALONG_NO_DIMENSION[name], (torch.tensor(0.7),))[:2], 1e-6)
+
+
 def test_every_rule_has_a_case():
     found = {"qcore_graph.attention", *WINDOWS}  # below
     for _, function, args in CASES:
@@ -51,6 +56,25 @@ def test_every_rule_has_a_case():
 def test_half_precision(name, dtype):
     function, args = next((function, args) for found, function, args in CASES if found == name)
     check(*run(function, args, dtype)[:2], {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype])
+
+
+@pytest.mark.parametrize("name", ["mul", "div"])
+def test_factors_are_not_rounded_to_half_precision(name):
+    x = torch.linspace(-3, 3, 99)
+    check(*run(lambda x: getattr(x, name)(0.17671), (x,), torch.bfloat16)[:2], 0.0)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, i: x.gather(1, i), lambda x, i: x.scatter(1, i, 2.0), lambda x, i: x.scatter_add(1, i, x),
+    lambda x, i: x.scatter_reduce(1, i, x, "amax"),
+], ids=["gather", "scatter", "scatter_add", "scatter_reduce"])  # fmt: skip
+def test_places_out_of_range_are_an_error(function):
+    x, places = torch.randn(2, 5), torch.tensor([[0, 4]])
+    compiled = program.Program(part_of(function, x, places))
+    torch.testing.assert_close(compiled([x, places])[0], function(x, places))
+    for beyond in (1, -1):
+        with pytest.raises(IndexError, match="out of range"):
+            compiled([x, places + beyond])
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -85,6 +85,8 @@ if TYPE_CHECKING:
         Stamp,
         base_name,
         bucket,
+        constant_value,
+        is_constant,
         is_whole,
         layers_of,
         scheme_of,
@@ -166,6 +168,7 @@ __all__ = [
     "check_indices",
     "check_offsets",
     "check_weight",
+    "constant_value",
     "contiguous",
     "convolved_size",
     "define_op",
@@ -178,6 +181,7 @@ __all__ = [
     "has_values",
     "hookimpl",
     "installed_version",
+    "is_constant",
     "is_whole",
     "laid_out_like",
     "layer_contract",
@@ -213,7 +217,7 @@ _OF_GRAPHS = {
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
         "Stamp", "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of",
-        "why_shared",
+        "why_shared", "is_constant", "constant_value",
     )
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from ..nn.graph_ops import scheme_of, weight_of
 from .backends import Compiled, GraphBackend, Input, Part, Role
 from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
+from .folding import constant_value, is_constant
 from .lengths import bucket
 from .ops import base_name, is_whole
 from .states import Resident, Stamp, synchronize, version, why_shared
@@ -50,7 +51,9 @@ __all__ = [
     "Stamp",
     "base_name",
     "bucket",
+    "constant_value",
     "explain",
+    "is_constant",
     "is_whole",
     "layers_of",
     "scheme_of",

@@ -13,6 +13,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils import _pytree as pytree
 
+from . import folding
 from .backends import GraphBackend
 
 PART = "device_part_"
@@ -31,10 +32,13 @@ def cut(module: fx.GraphModule, backend: GraphBackend, device: torch.device) -> 
     """Replace what ``backend`` runs by submodules named `PART` + number, in place.
 
     Parts are maximal, and none depends on the host in between; their tensors are on ``device``. Returns the nodes left
-    to the host by name, each with the reason.
+    to the host by name, each with the reason; constants among them are computed once, now.
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     reasons = {node: why for node in calls if (why := _why_not(node, backend, device))}
+    for gone in folding.fold(module, reasons):
+        reasons.pop(gone, None)
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
     if reasons:
         partitioner = CapabilityBasedPartitioner(module, _Supported(reasons), allows_single_node_partition=True)
         groups = [list(found.nodes) for found in partitioner.propose_partitions()]

@@ -8,25 +8,25 @@ from functools import lru_cache
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from qcore.plugin_api import is_whole
+from qcore.plugin_api import is_constant, is_whole
 
-from .constants import is_constant
 from .numbers import DTYPES
 from .rules import REFUSALS, RULES, rule_name
 
 
 def why_not(node: fx.Node) -> str:
     """Why a node stays on the host, a sentence; empty if the device runs it."""
-    constant = is_constant(node)
-    if constant and not node.users:
+    if not node.users and is_constant(node):
         return ""
     if found := _why_not_tensors(node):
         return found
-    if constant:
+    if is_constant(node, alone=True):
         return ""
     name = rule_name(node.target)
     if name not in RULES:
         return f"{name} has no kernel in qcore_vulkan"
+    if name in _ALONG and len(node.args) > 1 and not node.args[0].meta["val"].dim():  # type: ignore[union-attr]
+        return f"{name} of a tensor without dimensions has no kernel in qcore_vulkan"
     return (REFUSALS[name](node) if name in REFUSALS else "") or _why_not_numbers(node, name)
 
 
@@ -51,6 +51,8 @@ def _why_not_numbers(node: fx.Node, name: str) -> str:
     return f"{large[0]} does not fit the 32 bits in which integers are computed" if large else ""
 
 
+_ALONG = frozenset({"topk", "max", "min", "index_select", "gather"})
+"""Ops along a dimension, of which torch lets a tensor without dimensions have one of size 1."""
 _POSITIONS = frozenset({"slice", "slice_scatter"})
 """Ops that read large numbers as "up to the end"."""
 

@@ -102,12 +102,21 @@ def _call(
     if layer is not None:
         y = _quantized(layer, args, flags)
     else:
+        if name in _ALONG and not args[0].ndim:
+            args = [one.reshape(1) if isinstance(one, Array) else one for one in args]
         y = rules[name](*args, **kwargs)
         _check_indices(node, args, flags)
         wrapped = overflow(name, node, args)
         if wrapped is not None:
             flags.overflow.append(wrapped)
     return _as_torch(y, node.meta["val"])
+
+
+_ALONG = frozenset({
+    "_softmax", "_log_softmax", "sort", "topk", "argmax", "argmin", "max", "min", "index_select", "gather", "scatter",
+    "scatter_add", "scatter_reduce",
+})  # fmt: skip
+"""Ops along a dimension, of which torch lets a tensor without dimensions have one of size 1."""
 
 
 def _in_one_row(node: fx.Node, layer: Layer | None, known: dict[fx.Node, Any], row: decoding.OneRow) -> Any:
@@ -155,7 +164,7 @@ def _check_indices(node: fx.Node, args: Any, flags: Flags) -> None:
     name = rule_name(node.target)
     if name == "embedding":
         flags.outside.append(_outside(args[1], args[0].shape[0]))
-    elif name in {"index_copy", "index_select"}:
+    elif name in {"index_copy", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce"}:
         flags.outside.append(_outside(args[2], (args[0].shape or (1,))[args[1]]))
     elif name in {"index", "index_put"}:
         for dim, index in enumerate(args[1]):
@@ -174,6 +183,8 @@ def _as_torch(y: Any, like: Any) -> Any:
     if y is None or not isinstance(like, Tensor):  # None: a result of several that nothing reads
         return y
     y = jnp.asarray(y)
+    if like.numel() == 1 and y.size == 1:
+        y = y.reshape(like.shape)
     assert y.shape == tuple(like.shape), (y.shape, tuple(like.shape))
     return y.astype(jax_dtype(like.dtype))
 

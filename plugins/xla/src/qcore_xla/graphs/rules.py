@@ -81,7 +81,7 @@ for _name, _function in {
     "le": jnp.less_equal, "gt": jnp.greater, "ge": jnp.greater_equal, "logical_and": jnp.logical_and,
     "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor, "bitwise_and": jnp.bitwise_and,
     "bitwise_or": jnp.bitwise_or, "bitwise_xor": jnp.bitwise_xor, "remainder": jnp.remainder, "fmod": jnp.fmod,
-    "mul": jnp.multiply, "fmax": jnp.fmax, "fmin": jnp.fmin,
+    "fmax": jnp.fmax, "fmin": jnp.fmin,
 }.items():  # fmt: skip
     RULES[_name] = lambda a, b, _function=_function, **_: _function(a, b)
 
@@ -100,11 +100,24 @@ def _sub(a: Any, b: Any, *, alpha: Any = 1, **_: Any) -> Any:
     return jnp.subtract(a, b if alpha == 1 else b * alpha)
 
 
+def _with_factor(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two factors; torch does not round a number to the 16 bits of the other, but only the result."""
+    return (widened(a), widened(b)) if isinstance(a, float) or isinstance(b, float) else (a, b)
+
+
+@rule("mul")
+def _mul(a: Any, b: Any, **_: Any) -> Any:
+    return jnp.multiply(*_with_factor(a, b))
+
+
 @rule("div")
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
-    y = jnp.true_divide(a, b)
+    dtype = jnp.result_type(a, b)
+    if rounding_mode == "trunc" and jnp.issubdtype(dtype, jnp.integer):  # float32 does not hold all of them
+        return lax.div(*jnp.broadcast_arrays(jnp.asarray(a, dtype), jnp.asarray(b, dtype)))
+    y = jnp.true_divide(*_with_factor(a, b))
     return jnp.trunc(y) if rounding_mode == "trunc" else y
 
 
@@ -418,9 +431,10 @@ def _cumsum(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 @rule("topk")
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002 - torch's
     del sorted
+    turned = jnp.invert if jnp.issubdtype(x.dtype, jnp.integer) else jnp.negative  # unsigned, the least has no negative
     last = jnp.moveaxis(x, dim, -1)
-    values, indices = lax.top_k(last if largest else -last, k)
-    return jnp.moveaxis(values if largest else -values, -1, dim), jnp.moveaxis(indices, -1, dim)
+    values, indices = lax.top_k(last if largest else turned(last), k)
+    return jnp.moveaxis(values if largest else turned(values), -1, dim), jnp.moveaxis(indices, -1, dim)
 
 
 @rule("sort")
