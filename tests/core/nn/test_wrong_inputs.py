@@ -218,3 +218,24 @@ def test_geometry_that_means_nothing_makes_no_convolution(change, words):
     weight = qcore.quantize(torch.randn(8, 36), "int8")
     with pytest.raises(FormatError, match=words):
         QuantizedConv2d.from_qtensor(weight, **{"in_channels": 4, "kernel_size": 3, **change})
+
+
+class ReadsATable(nn.Module):
+    """As DeBERTa's relative positions: the weight of a layer is normalized, and not looked up."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.rel_embeddings, self.norm, self.out = nn.Embedding(8, width), nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.out(x + self.norm(self.rel_embeddings.weight))
+
+
+def test_a_model_that_reads_a_weight_is_told_which_to_exclude():
+    model, x = nn.Sequential(ReadsATable(), nn.Sequential(ReadsATable())), torch.randn(8, 32)
+    qcore.quantize_(model, "w8a16")
+    with pytest.raises(TypeError, match=r"layer_norm.*\n.*exclude='\*\.rel_embeddings'\)"):
+        model(x)
+    again = nn.Sequential(ReadsATable(), nn.Sequential(ReadsATable()))
+    qcore.quantize_(again, "w8a16", exclude="*.rel_embeddings")
+    assert again(x).shape == x.shape

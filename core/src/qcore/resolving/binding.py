@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -207,6 +208,15 @@ class WeightView(QTensor):
     def store(self) -> WeightStore:
         """The store of the weight, for layers that share it."""
         return self.__dict__["_store"]  # type: ignore[no-any-return]
+
+    def _pattern(self) -> str:
+        name, frame = super()._pattern(), None if torch.compiler.is_compiling() else inspect.currentframe()
+        # A layer does not know its name: the outermost of the modules that are running now does.
+        while frame is not None:
+            outer, frame = frame.f_locals.get("self"), frame.f_back
+            if isinstance(outer, torch.nn.Module) and outer not in self.store.users:
+                name = next((found for found, module in outer.named_modules() if module in self.store.users), name)
+        return ".".join("*" if part.isdigit() else part for part in name.split("."))  # of all such layers
 
     def __reduce__(self) -> Any:
         known = (self.shape, self.format, self.quantizer)

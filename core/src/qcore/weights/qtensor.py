@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import FormatError
 from ..formats import Format, Layout, ScaleType, ZeroPoint, effective_scale
@@ -102,11 +103,17 @@ class QTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        read = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, QTensor))
+        layer = read._pattern()  # noqa: SLF001 - of this class
         raise TypeError(
             f"torch function {name!r} was called with a QTensor, which is not a torch.Tensor.\n"
             f"Use qcore.linear(x, weight, bias), or weight.dequantize() for a dense copy. A model that reads "
-            f"the weight of a layer itself needs this layer in floats: quantize_(model, scheme, exclude='*.layer')."
+            f"the weight of a layer itself needs this layer in floats: quantize_(model, scheme, exclude={layer!r})."
         )
+
+    def _pattern(self) -> str:
+        """What to pass to `quantize_` as ``exclude`` for the layer whose weight this is."""
+        return "*.layer"
 
     def __matmul__(self, other: Any) -> Any:
         return self.__torch_function__(torch.matmul, (), (self, other))
