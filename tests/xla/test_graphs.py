@@ -261,7 +261,7 @@ def test_a_program_that_a_special_rule_keeps_from_compiling(monkeypatch):
     monkeypatch.setitem(special.SPECIAL, "cpu", {"exp": refused})
     part, x = part_of(torch.exp, torch.ones(3)), torch.ones(3)
     made = program.Program(part)
-    with pytest.raises(jax.errors.JaxRuntimeError):
+    with pytest.raises(graphs.PartRefused, match="nobody_has_this"):
         made([x])
     made = program.Program(part)
     made._plain = lowering.lowered(part, "cpu", {}, special=False)
@@ -273,3 +273,17 @@ def test_a_program_that_a_special_rule_keeps_from_compiling(monkeypatch):
 @torch.no_grad()
 def test_calls_that_only_write_run():
     check_calls_that_only_write(qcore_xla, graphs.synchronize)
+
+
+@torch.no_grad()
+def test_what_a_rule_does_not_take_runs_in_torch(monkeypatch):
+    def gelu(x, **_):
+        raise NotImplementedError("not for this x")
+
+    monkeypatch.setitem(lowering.RULES, "gelu", gelu)
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()), torch.randn(3, 32)
+    qcore.quantize_(model, "w8a16")
+    compiled = torch.compile(model, backend=qcore_xla)
+    with pytest.warns(qcore.QcoreWarning, match="gelu in qcore_xla: NotImplementedError: not for this x"):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert {node.op for node in graphs.explain(compiled).host} >= {"linear", "gelu"}

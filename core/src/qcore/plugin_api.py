@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         Compiled,
         GraphBackend,
         Input,
+        PartRefused,
         Resident,
         Role,
         Stamp,
@@ -141,6 +142,7 @@ __all__ = [
     "OutputInt8",
     "Packed",
     "Part",
+    "PartRefused",
     "Plan",
     "PluginError",
     "Problem",
@@ -217,7 +219,7 @@ _OF_GRAPHS = {
     for name in (
         "Compiled", "GraphBackend", "GraphPart", "Input", "Resident", "Role", "base_name", "bucket", "is_whole",
         "Stamp", "layers_of", "scheme_of", "torch_compile_backend", "version", "weight_of",
-        "why_shared", "is_constant", "constant_value",
+        "why_shared", "is_constant", "constant_value", "PartRefused",
     )
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ by: plugin_api, `qcore`.
 
 from ..nn.graph_ops import owners as layers_of
 from ..nn.graph_ops import scheme_of, weight_of
-from .backends import Compiled, GraphBackend, Input, Part, Role
+from .backends import Compiled, GraphBackend, Input, Part, PartRefused, Role
 from .capture import torch_compile_backend
 from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .folding import constant_value, is_constant
@@ -44,6 +44,7 @@ __all__ = [
     "HostNode",
     "Input",
     "Part",
+    "PartRefused",
     "PartReport",
     "Report",
     "Resident",

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..errors import UnsupportedError
+
 
 class Role(enum.Enum):
     """What an input of a part is between calls."""
@@ -101,7 +103,17 @@ class Part:
 
 
 Compiled = Callable[[Sequence[Any]], Sequence[Tensor]]
-"""A compiled part: takes one value per input, returns the outputs `Part.returned` as tensors on ``part.device``."""
+"""A compiled part: takes one value per input, returns the outputs `Part.returned` as tensors on ``part.device``.
+
+Raises `PartRefused` if it finds out only when it is called that the device does not run the part.
+"""
+
+
+class PartRefused(UnsupportedError):  # noqa: N818 - as LayerRefused: an answer, and no error
+    """A compiled part cannot run, and has changed nothing: torch runs it, now and from now on.
+
+    Its message is the reason that `explain` lists.
+    """
 
 
 class GraphBackend(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 
+from ..errors import QcoreWarning, first_line
 from . import cutting, recognizing, states
-from .backends import Compiled, GraphBackend, Input, Part, Role
+from .backends import Compiled, GraphBackend, Input, Part, PartRefused, Role
 from .explaining import HostNode, PartReport, Report
 
 _COPY = torch.ops.aten.copy_.default
@@ -61,9 +63,8 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     for node in list(module.graph.nodes):
         if node.op == "call_module" and str(node.target).startswith(cutting.PART):
             part, done = _part_of(module, node, known, writes, device)
-            _install(module, node, part, backend.compile(part))
+            setattr(module, str(node.target), _Run(part, backend.compile(part), report))
             in_place |= done
-            report.parts.append(PartReport.of(part))
     read = [i for i, place in enumerate(places) if any(user.op == "call_function" for user in place.users)]
     _finish_writes(module, {place: value for place, value in writes.items() if place not in in_place}, report)
     report.host += [HostNode.of(lines[name], why) for name, why in left.items()]
@@ -154,13 +155,30 @@ def _only_written(result: fx.Node, module: fx.GraphModule) -> bool:
 class _Run(torch.nn.Module):
     """A compiled part in the place of its submodule; unused results, those of updates, are None."""
 
-    def __init__(self, part: Part, compiled: Compiled) -> None:
+    def __init__(self, part: Part, compiled: Compiled, report: Report) -> None:
         super().__init__()
         self._is_impure = True  # for torch.fx: a part that only writes has no results that are used, and must run
-        self._compiled, self._count, self._returned = compiled, len(part.outputs), part.returned
+        self._compiled, self._part, self._report = compiled, part, report
+        self._count, self._returned = len(part.outputs), part.returned
+        self._listed = PartReport.of(part)
+        self._in_torch = False
+        report.parts.append(self._listed)
 
     def __call__(self, *values: Any) -> Sequence[Any]:
         """Run the part."""
+        if not self._in_torch:
+            try:
+                return self._on_device(values)
+            except PartRefused as reason:
+                self._refuse(first_line(reason))
+        states.synchronize(values)
+        results = list(self._part.graph(*values))
+        for place, position in self._part.updates.items():
+            values[place].copy_(results[position])
+            results[position] = None
+        return results
+
+    def _on_device(self, values: Sequence[Any]) -> Sequence[Any]:
         found = self._compiled(values)
         if len(found) == self._count:
             return found
@@ -169,9 +187,11 @@ class _Run(torch.nn.Module):
             results[position] = value
         return results
 
-
-def _install(module: fx.GraphModule, node: fx.Node, part: Part, compiled: Compiled) -> None:
-    setattr(module, str(node.target), _Run(part, compiled))
+    def _refuse(self, why: str) -> None:
+        warnings.warn(f"{self._report.backend}: a part runs in torch: {why}", QcoreWarning, stacklevel=2)
+        self._in_torch = True
+        self._report.parts = [one for one in self._report.parts if one is not self._listed]
+        self._report.host += [HostNode.of(node, why) for node in self._part.nodes]
 
 
 def _finish_writes(module: fx.GraphModule, writes: Mapping[fx.Node, fx.Node], report: Report) -> None:

@@ -14,7 +14,7 @@ import torch
 from jax import Array
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, base_name, is_whole
+from qcore.plugin_api import GraphPart, PartRefused, base_name, first_line, is_whole
 
 from . import decoding, quantized, windows  # noqa: F401 - windows registers rules
 from .layers import Cuts, Siblings, layer_of, siblings
@@ -104,7 +104,10 @@ def _call(
     else:
         if name in _ALONG and not args[0].ndim:
             args = [one.reshape(1) if isinstance(one, Array) else one for one in args]
-        y = rules[name](*args, **kwargs)
+        try:
+            y = rules[name](*args, **kwargs)
+        except Exception as error:
+            raise PartRefused(f"{name} in qcore_xla: {type(error).__name__}: {first_line(error)}") from error
         _check_indices(node, args, flags)
         wrapped = overflow(name, node, args)
         if wrapped is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import GraphPart, Resident, Role, Stamp, first_line, weight_of
+from qcore.plugin_api import GraphPart, PartRefused, Resident, Role, Stamp, first_line, weight_of
 
 from .. import environment
 from ..engines.jax import alone_on, device_of, writable
@@ -211,24 +211,35 @@ class Program:
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         with kept_on_disk():
             try:
-                found = self.jitted(states, fixed, fresh)
-            except Exception as error:
-                began = any(array.is_deleted() for array in states)  # it was compiled, and has taken the states
-                if self._plain is None or began or "RESOURCE_EXHAUSTED" in str(error):
+                found = self._first_run(states, fixed, fresh)
+            except PartRefused as refused:
+                if self._plain is None:
                     raise
                 # A version of cuDNN may have no kernel for a shape after all, one of XLA no such options, one of JAX's
                 # Pallas or of Triton no lowering of a kernel.
                 warnings.warn(
-                    f"qcore_xla: this program runs without kernels for GPUs, which is slower: {first_line(error)}",
+                    f"qcore_xla: this program runs without kernels for GPUs, which is slower: {refused}",
                     QcoreWarning,
                     stacklevel=2,
                 )
                 self._run = self._plain
                 # JAX would find the trace of an equal function.
                 self.jitted = jax.jit(partial(self._whole), donate_argnums=0)
-                found = self.jitted(states, fixed, fresh)
+                found = self._first_run(states, fixed, fresh)
         self._compiled, self._plain = True, None
         return found
+
+    def _first_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
+        """Raises `PartRefused` for what cannot be traced or compiled, such as arguments that no rule takes."""
+        try:
+            return self.jitted(states, fixed, fresh)
+        except PartRefused:
+            raise
+        except Exception as error:
+            began = any(array.is_deleted() for array in states)  # it was compiled, and has taken the states
+            if began or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            raise PartRefused(f"{type(error).__name__}: {first_line(error)}") from error
 
     def _copy_back(self, tensor: Tensor, array: Array) -> None:
         """Write the new values of a state that does not share the memory of an array."""
