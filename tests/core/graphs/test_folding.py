@@ -47,6 +47,17 @@ def test_they_leave_one_part_and_nothing_on_the_host():
 
 
 @torch.no_grad()
+def test_they_stay_on_the_device():
+    model = Model(powers)
+    backend = TorchParts(["erfinv", "cumprod"])
+    backend.compiled(model)(torch.randn(3, 5))
+    (part,) = backend.parts
+    roles = [one.role for one in part.inputs]
+    assert roles.count(graphs.Role.FRESH) == 1  # x
+    assert roles.count(graphs.Role.STATIC) == 3  # the parameter and two constants
+
+
+@torch.no_grad()
 def test_what_is_returned_has_memory_of_its_own():
     model, call = compiled(lambda x: (x + 1, torch.erfinv(torch.tensor(0.5))), "erfinv")
     for _ in range(2):

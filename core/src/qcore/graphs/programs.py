@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ def _part_of(
     inputs, updates, done = [], {}, set()
     for position, (source, place) in enumerate(zip(node.args, graph.graph.find_nodes(op="placeholder"), strict=True)):
         assert isinstance(source, fx.Node)
-        own = known.get(source, Given(Role.FRESH))
+        own = _constant(module, source) or known.get(source, Given(Role.FRESH))
         role = own.role
         place.meta = dict(source.meta)
         change = None
@@ -132,6 +133,12 @@ def _part_of(
             role = Role.NUMBER
         inputs.append(Input(place.name, role, source.meta.get("val"), change, own.ref))  # type: ignore[arg-type]
     return Part(graph, tuple(inputs), updates, device), done  # type: ignore[arg-type]
+
+
+def _constant(module: fx.GraphModule, source: fx.Node) -> Given | None:
+    """A tensor of the graph itself, the same in every call."""
+    value = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+    return Given(Role.STATIC, weakref.ref(value)) if isinstance(value, Tensor) else None
 
 
 def _inputs_first(module: fx.GraphModule) -> None:
