@@ -1,0 +1,71 @@
+"""Models of transformers, compiled as whole programs by each plugin that does: greedy text and vectors are torch's."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from smollm2 import needs_file
+
+import qcore
+from qcore import graphs
+
+pytest.importorskip("transformers")
+
+from compiled_models import (
+    check_one_part_a_step,
+    greedy,
+    minilm,
+    needs_minilm,
+    smollm2_model,
+    tiny_decoder,
+)
+
+BACKENDS = ("qcore_vulkan", "qcore_xla")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+def test_tiny_decoders(kind, backend):
+    model = tiny_decoder(kind)
+    compiled, ids = torch.compile(copy.deepcopy(model), backend=backend), torch.tensor([[3, 1, 4, 1, 5]])
+    assert greedy(compiled, model.config, ids, 24) == greedy(model, model.config, ids, 24)
+    check_one_part_a_step(compiled)
+
+
+@needs_minilm
+@torch.no_grad()
+@pytest.mark.parametrize(("scheme", "tolerance", "attention"), [
+    (None, 1e-5, "eager"), ("w8a16", 1e-5, "sdpa"), ("w8a8", 6e-2, "sdpa"),  # w8a8: each layer amplifies roundings
+])  # fmt: skip
+def test_minilm(scheme, tolerance, attention, backend):
+    model, ids, mask = minilm(attention)
+    if scheme:
+        qcore.quantize_(model, scheme)
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    y, expected = compiled(ids, mask), model(ids, mask)
+    assert (y - expected).norm() <= tolerance * expected.norm()
+    found = graphs.explain(compiled)
+    assert not found.host, str(found)
+    assert found.submissions == 1
+
+
+@needs_file
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("qcore_vulkan", marks=pytest.mark.grid), "qcore_xla"],  # it takes minutes on lavapipe
+    indirect=True,
+)
+def test_smollm2_writes_the_same_64_tokens(backend):
+    model, ids = smollm2_model()
+    compiled = torch.compile(model, backend=backend)
+    assert greedy(compiled, model.config, ids, 64) == greedy(model, model.config, ids, 64)
+    check_one_part_a_step(compiled)
