@@ -10,6 +10,7 @@
    backend asks for it (`recognizing`): rms_norm, rope, attention with grouped heads.
 3. **Cutting** (`cutting`): `GraphBackend.why_not` says of each node why the device does not run it. The others form the
    largest parts that need nothing from the host in between; nodes with a reason run in torch, and `explain` lists them.
+   Constants among these are computed once (`folding`).
 4. **States** (`states`): a buffer or argument that the model mutates (a KV cache) becomes a state of the part that
    mutates it, which the device keeps and updates in place. What torch sees of it, and when: see `states`.
 5. **The backend** (`backends`): `GraphBackend.compile` gets a `Part` with static shapes, and returns a callable.
@@ -21,10 +22,10 @@ padding means. Backends may keep programs on disk. A Python float that changes f
 program, too: pass a tensor.
 
 **Inference only.** A call that needs gradients runs in torch, with a `QcoreWarning`; so does a graph that a backend
-fails to compile. `explain` has the reason.
+fails to compile, and a part that it refuses when it is called (`PartRefused`). `explain` has the reason.
 
 Public: the names below; plugins import them from `qcore.plugin_api`. May import: nn and the floors below it. Imported
-by: plugin_api, `qcore`.
+by: checkpoint, plugin_api, `qcore`.
 """
 
 from ..nn.graph_ops import owners as layers_of
