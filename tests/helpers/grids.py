@@ -1,8 +1,7 @@
 """Exhaustive tests: `nox -s tests` runs a sample of their cases, `nox -s grids` those marked ``grid``, the others.
 
 Both helpers give the parameters of a test. Which cases are in the sample depends on nothing but their number, so that
-the two sessions together run each case once. With the environment variable GRID_TURN=N, `grids` runs a fifth of the
-others, that of N modulo 5.
+the two sessions together run each case once. CI runs `grids` in turns: tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -14,13 +13,6 @@ from typing import Any
 
 import pytest
 
-TURNS = 5
-
-
-def _in_turn(number: int) -> bool:
-    turn = os.environ.get("GRID_TURN")
-    return not turn or number % TURNS == int(turn) % TURNS
-
 
 def sampled(cases: Iterable[Any], few: int) -> list[Any]:
     """Parameters for every case, all but ``few`` of them marked ``grid``; those few are spread evenly.
@@ -30,7 +22,7 @@ def sampled(cases: Iterable[Any], few: int) -> list[Any]:
     cases = list(cases)
     last = len(cases) - 1
     chosen = {round(i * last / max(few - 1, 1)) for i in range(few)}
-    return [_param(case, in_sample=i in chosen) for i, case in enumerate(cases) if i in chosen or _in_turn(i)]
+    return [_param(case, in_sample=i in chosen) for i, case in enumerate(cases)]
 
 
 def draws(many: int, few: int, parts: int = 1) -> list[Any]:
@@ -42,8 +34,7 @@ def draws(many: int, few: int, parts: int = 1) -> list[Any]:
     few = min(few, stop)
     edges = [few + (stop - few) * part // parts for part in range(parts + 1)]
     rest = [range(start, end) for start, end in itertools.pairwise(edges) if start < end]
-    chosen = [_of_grid(part) for i, part in enumerate(rest) if _in_turn(i)]
-    return [_param(range(few), in_sample=True, id=f"0-{few}"), *chosen]
+    return [_param(range(few), in_sample=True, id=f"0-{few}"), *map(_of_grid, rest)]
 
 
 def _of_grid(part: range) -> Any:
