@@ -1,4 +1,7 @@
-"""Turns of the session `grids`: with the variable GRID_TURN=N it runs a fifth of its tests, that of N modulo 5."""
+"""What all tests share: a fixture, and the turns of the session `grids`.
+
+With the variable GRID_TURN=N `grids` runs a fifth of its tests, that of N modulo 5.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,27 @@ import pytest
 TURNS = 5
 
 
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile has compiled nothing yet, and nothing of the test stays."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turn = os.environ.get("GRID_TURN")
     if not turn:
         return
-    left_out = [item for item in items if item.get_closest_marker("grid") and not _in_turn(item, int(turn))]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if item.get_closest_marker("grid") and not _in_turn(item, int(turn))}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _in_turn(item: pytest.Item, turn: int) -> bool:
     module = item.getparent(pytest.Module)
-    whole = module is not None and any(mark.name == "grid" for mark in module.own_markers)  # shares what it prepares
-    return zlib.crc32((module if whole and module else item).nodeid.encode()) % TURNS == turn % TURNS
+    whole = module is not None and any(mark.name == "grid" for mark in module.own_markers)
+    key = item.location[0] if whole else item.nodeid  # the tests of a whole module share what it prepares
+    return zlib.crc32(key.encode()) % TURNS == turn % TURNS

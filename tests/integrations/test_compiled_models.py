@@ -21,16 +21,14 @@ from compiled_models import (
     tiny_decoder,
 )
 
-BACKENDS = ("qcore_vulkan", "qcore_xla")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["qcore_vulkan", "qcore_xla"])
 def backend(request):
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    torch._dynamo.reset()
-    yield request.param
-    torch._dynamo.reset()
+    return request.param
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])

@@ -13,12 +13,7 @@ pytest.importorskip("qcore_vulkan")
 
 from compiled_models import tiny_decoder  # noqa: E402 - needs transformers
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def test_a_tiny_encoder():

@@ -19,16 +19,6 @@ def isolated(tmp_path_factory):
 
 
 @pytest.fixture
-def fresh_compiler():
-    """torch.compile has compiled nothing yet, and nothing of the test stays."""
-    import torch
-
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def device():
     """The device that `qcore_vulkan` chooses by itself. Fails where there is none: CI installs one."""
     from qcore_vulkan import device

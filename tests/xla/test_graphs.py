@@ -23,11 +23,7 @@ HELPERS = str(Path(__file__).parents[1] / "helpers")
 PYPROJECT = Path(__file__).parents[2] / "plugins/xla/pyproject.toml"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def test_torch_finds_it_by_name():

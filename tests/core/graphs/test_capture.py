@@ -14,12 +14,7 @@ from qcore import graphs
 from qcore.graphs import Role, base_name
 from qcore.nn.graph_ops import captures_layers
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def ops_of(part):

@@ -10,12 +10,7 @@ from torch import nn
 import qcore
 from qcore import graphs
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Refusing(TorchParts):

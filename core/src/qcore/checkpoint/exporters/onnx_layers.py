@@ -203,8 +203,7 @@ def _weight_of(module: QuantizedModule, shared: dict[object, ONNXWeight], *, sta
     key = (id(module._store), standard, static)  # noqa: SLF001
     if key not in shared:
         rows = any(type(user) is QuantizedEmbedding for user in module._store.users)  # noqa: SLF001
-        made = DequantizedWeight(module.weight, unsigned_codes=True) if static else None
-        shared[key] = made or onnx_weight(module.weight, standard=standard, rows=rows)
+        shared[key] = onnx_weight(module.weight, standard=standard, rows=rows, unsigned_codes=static)
     return shared[key]
 
 

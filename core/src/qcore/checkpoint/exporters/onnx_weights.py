@@ -33,8 +33,8 @@ _BNB4 = {FP4_BNB: 0, NF4: 1}
 UNSIGNED = 128
 """The zero point of uint8 codes that stand for int8 ones, in products of integers.
 
-onnxruntime multiplies uint8 by int8 on x86 without VNNI in saturating 16-bit sums: results may be wrong by a fifth. It
-multiplies int8 by int8 with no vector instructions. uint8 by uint8 is exact and fast everywhere.
+On AVX2 without VNNI onnxruntime multiplies uint8 by int8 in saturating 16-bit sums, which made results wrong by a
+fifth, and int8 by int8 more than ten times as slowly as uint8 by uint8 at one row, which is exact.
 """
 _FLOAT8 = {FP8: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
 
@@ -46,9 +46,9 @@ def symbolic(
     return torch.onnx.ops.symbolic(op, inputs, attributes, dtype=dtype, shape=list(shape))
 
 
-def unsigned(codes: Tensor) -> Tensor:
-    """uint8 codes with the zero point `UNSIGNED` for int8 ones."""
-    return (codes.to(torch.int16) + UNSIGNED).to(torch.uint8).contiguous()
+def unsigned(codes: Tensor, zero: int = UNSIGNED) -> Tensor:
+    """uint8 codes with the zero point ``zero`` for signed ones."""
+    return (codes.to(torch.int16) + zero).to(torch.uint8).contiguous()
 
 
 class ONNXWeight(nn.Module):
@@ -120,14 +120,14 @@ class BlockWeight(ONNXWeight):
         self.bits, self.block = weight.format.element.container_bits, block
         half = 1 << (self.bits - 1)
         blocks = -(-self.k // block)
-        codes = (weight.codes().to(torch.int16) + half).to(torch.uint8)
+        codes = unsigned(weight.codes(), half)
         codes = pad(codes, (0, blocks * block - self.k), value=half)
         self.register_buffer("codes", _packed(codes, self.bits).view(self.n, blocks, -1))
         repeats = -(-self.group // block)  # blocks per group
         self.register_buffer("scales", _per_block(weight.scales(), repeats, blocks).reshape(-1))
         zero = weight.integer_zero()
         if zero is not None:
-            zero = _per_block((zero.to(torch.int16) + half).to(torch.uint8), repeats, blocks)
+            zero = _per_block(unsigned(zero, half), repeats, blocks)
             zero = _packed(pad(zero, (0, blocks % 2), value=half) if self.bits == 4 else zero, self.bits)
         self.register_buffer("zeros", zero)
 
@@ -250,9 +250,15 @@ class DequantizedWeight(ONNXWeight):
         return table[codes.long()] * scales.repeat_interleave(self.group, dim=-1)[..., : self.k]
 
 
-def onnx_weight(weight: QTensor, *, standard: bool, rows: bool = False) -> ONNXWeight:
-    """The form for a weight ``(N, K)``; ``standard``: operators of ONNX only; ``rows``: it is a table of rows."""
+def onnx_weight(weight: QTensor, *, standard: bool, rows: bool = False, unsigned_codes: bool = False) -> ONNXWeight:
+    """The form for a weight ``(N, K)``.
+
+    ``standard``: operators of ONNX only; ``rows``: it is a table of rows; ``unsigned_codes``: see `DequantizedWeight`,
+    which is then the form.
+    """
     weight = weight.convert(PLAIN)
+    if unsigned_codes:
+        return DequantizedWeight(weight, unsigned_codes=True)
     if not standard and (block := BlockWeight.block_of(weight)):
         return BlockWeight(weight, block)
     if not standard and not rows and Bnb4Weight.holds(weight):
