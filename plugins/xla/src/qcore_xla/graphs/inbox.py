@@ -24,13 +24,20 @@ class Inbox:
     def __init__(self) -> None:
         self._places: list[Tensor] = []
         self._arrays: list[Any] = []
+        self._stream: torch.cuda.Stream | None = None  # of the last call
 
     def arrays(self, tensors: Sequence[Tensor]) -> list[Any] | None:
         """Arrays with the values of ``tensors``, int64 as pairs; None if one of them is large.
 
-        The same arrays each time: the caller has waited for the program that read them last. Waits for torch's current
-        stream, and so for all that torch has written so far.
+        The same arrays each time: torch's stream has waited for the program that read them last, whose results it got.
+        The host waits for torch's current stream, and so for all that torch has written so far.
         """
+        device = tensors[0].device
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
         if not self._arrays:
             if any(tensor.nbytes > LARGEST for tensor in tensors):
                 return None
@@ -38,5 +45,5 @@ class Inbox:
                 self._places = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors]
             self._arrays = [array_of_bytes(place) for place in self._places]
         torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors])
-        wait_for_torch(tensors[0].device)
+        wait_for_torch(device)
         return self._arrays

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
 from .meshes import MeshCut, Placement, cuts_of, gathered_here, placed
+from .notes import LATE, LateNotes, check, raise_late
 from .quantized import Arrays, Layer
 from .states import States
 
@@ -87,11 +88,6 @@ def _kept(y: Array, sharding: Any) -> Array:
 
 _PAIR = 2
 """Elements of an integer of 64 bits."""
-_ON_GPU = {"xla_gpu_graph_min_graph_size": 1 << 20}
-"""No CUDA graphs: a decode step of 100 kernels took 2.64 ms with them and 2.68 without, though arguments, states and
-results lay where they had lain, and no graph had to be updated (H100, jax 0.11.2, a busy host). Launched one by one,
-kernels run while the host launches the next; a graph begins when the host is done.
-"""
 
 
 class Program:
@@ -127,11 +123,13 @@ class Program:
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        self.jitted = self._jitted(self._whole)
+        self.jitted = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: _Known | None = None
         self._inbox = Inbox()
-        self._waited = False  # whether the last call has waited for the program
+        floats = bool(self._dtypes) and all(dtype.is_floating_point for dtype in self._dtypes)
+        late = self._platform in LATE and floats and self._states and self.placement.whole is None
+        self._notes = LateNotes(self._device) if late else None
         self._lock = threading.Lock()
 
     def _in_pairs(self, part: GraphPart) -> set[int]:
@@ -140,10 +138,6 @@ class Program:
             return set()
         wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
         return wide & {*self._states, *self._fresh}
-
-    def _jitted(self, function: Callable[..., Any]) -> Any:
-        options = _ON_GPU if self._platform == "cuda" else None
-        return jax.jit(function, donate_argnums=0, compiler_options=options)
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         values: list[Any] = [None] * self._count
@@ -169,7 +163,10 @@ class Program:
             outputs, bad = self._run(values, beyond)
         states = [parted(outputs[to]) if i in self._pairs else outputs[to] for i, to in self._updates]
         updates = [_kept(y, at) for y, at in zip(states, self._state_places, strict=True)]
-        return [_kept(outputs[i], self.placement.whole) for i in self._returned], updates, bad
+        returned = [outputs[i] for i in self._returned]
+        if self._notes is not None and bad is not None:
+            returned = [jnp.where(jnp.any(bad), jnp.nan, y) for y in returned]
+        return [_kept(y, self.placement.whole) for y in returned], updates, bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """Run the program, and wait for it."""
@@ -191,7 +188,8 @@ class Program:
         ]
         fixed = self._fixed_arrays(values)
         fresh = self._fresh_arrays([values[i] for i in self._fresh])
-        run, self._waited = self.jitted if self._compiled else self._compile_and_run, False
+        raise_late(self._device)
+        run = self.jitted if self._compiled else self._compile_and_run
         results, updates, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
             jax.block_until_ready(updates)
@@ -201,11 +199,12 @@ class Program:
                 self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
-        if bad is not None:
+        if bad is not None and self._notes is not None:
+            self._notes.take(bad)
+        elif bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
-            noted = from_dlpack(bad).tolist() if self._platform == "cuda" and whole is None else np.asarray(bad)
-            self._waited = True
-            _check(*noted)
+            on_gpu = self._platform == "cuda" and whole is None
+            check(from_dlpack(bad) if on_gpu else torch.from_numpy(np.array(bad)))
         return tensors
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -215,8 +214,7 @@ class Program:
             except PartRefused as refused:
                 if self._plain is None:
                     raise
-                # A version of cuDNN may have no kernel for a shape after all, one of XLA no such options, one of JAX's
-                # Pallas or of Triton no lowering of a kernel.
+                # A version of cuDNN may have no kernel for a shape after all, one of Pallas or Triton no lowering of one.
                 warnings.warn(
                     f"qcore_xla: this program runs without kernels for GPUs, which is slower: {refused}",
                     QcoreWarning,
@@ -278,7 +276,7 @@ class Program:
         if self._platform == "cuda" and self.placement.whole is None:
             if not tensors:
                 wait_for_torch(self._device)
-            elif self._waited and all(tensor.is_cuda for tensor in tensors):
+            elif all(tensor.is_cuda for tensor in tensors):
                 found = self._inbox.arrays(tensors)
                 if found is not None:
                     return found
@@ -301,17 +299,6 @@ class Program:
             y.block_until_ready()
             return from_dlpack(y).to(dtype)
         return writable(np.asarray(y)).to(dtype)
-
-
-def _check(outside: bool, overflow: bool) -> None:
-    """Raise for what a program has noted, see `lowering.Flags`."""
-    if outside:
-        raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
-    if overflow:
-        raise OverflowError(
-            "an integer does not fit the 32 bits in which qcore_xla computes integers.\n"
-            "Compute large integers (hashes, products of ids) outside of the compiled model."
-        )
 
 
 class _Known(NamedTuple):

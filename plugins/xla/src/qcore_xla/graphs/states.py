@@ -6,6 +6,7 @@ array, and gives the torch tensor that memory: from then on both see the same by
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -63,8 +64,10 @@ class _Memory:
 class _MemoryOnGpu(_Memory):
     """The same on a GPU, where JAX may give the memory to others while torch's kernels still read it."""
 
+    _is_finalizing = staticmethod(sys.is_finalizing)  # a name of the module may be gone by then
+
     def __del__(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not self._is_finalizing() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
 
