@@ -99,6 +99,19 @@ class Stamp:
         """Whether the same tensors, in the same order, have not changed."""
         return self._numbers == _numbers(tensors)
 
+    @staticmethod
+    def fit_each(stamps: Sequence[Stamp], tensors: Sequence[Tensor]) -> bool:
+        """Whether none of the tensors has changed, of which each has a stamp of its own."""
+        return [stamp._numbers for stamp in stamps] == _numbers_of_each(tensors)
+
+    @staticmethod
+    def renew_each(stamps: Sequence[Stamp], tensors: Sequence[Tensor]) -> None:
+        """Let the stamps of single tensors be those of now, in a part of the time that new ones take."""
+        for stamp, tensor, numbers in zip(stamps, tensors, _numbers_of_each(tensors), strict=True):
+            if stamp._numbers[1] != numbers[1]:
+                stamp._held = [StorageWeakRef(tensor.untyped_storage())]  # type: ignore[no-untyped-call]
+            stamp._numbers = numbers
+
 
 def _numbers(tensors: Sequence[Tensor]) -> list[int]:
     """Versions, then identities of storages: this runs at every call of a model, for all of its weights."""
@@ -107,6 +120,11 @@ def _numbers(tensors: Sequence[Tensor]) -> list[int]:
         return [*map(_version, tensors), *memories]
     except RuntimeError:  # there are inference tensors
         return [*map(version, tensors), *map(_identity, map(Tensor.untyped_storage, tensors))]
+
+
+def _numbers_of_each(tensors: Sequence[Tensor]) -> list[list[int]]:
+    numbers, count = _numbers(tensors), len(tensors)
+    return [*map(list, zip(numbers[:count], numbers[count:], strict=True))]
 
 
 _version, _identity = operator.attrgetter("_version"), operator.attrgetter("_cdata")
@@ -139,8 +157,13 @@ class TorchWrites:
             return run
 
         def noting(*values: Any) -> Any:
-            states = [values[i] for i in self.written if not values[i].is_inference()]
-            self._before.counters = tuple(states), tuple(version(one) for one in states)
+            states = tuple([values[i] for i in self.written])
+            try:
+                versions = tuple(map(_version, states))
+            except RuntimeError:  # there are inference tensors
+                states = tuple([one for one in states if not one.is_inference()])
+                versions = tuple(map(_version, states))
+            self._before.counters = states, versions
             return run(*values)
 
         return noting

@@ -251,12 +251,19 @@ class Program:
         self._buffers = builder.buffers()  # kept while the program may run
         self._inputs, self._outputs = _copies(inputs), _copies(outputs)
         self._each_input, self._each_output = _fields(self._inputs), _fields(self._outputs)
+        self._kept: list[Array] = []
         self._elapsed = c_double() if timed or each else None
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
             self._free(self._handle)
+
+    def keep_outputs(self, arrays: Sequence[Array]) -> None:
+        """Let each run write the last outputs to these arrays, so that `run` takes only the others."""
+        count = len(self._each_output) - len(arrays)
+        _set_addresses(self._each_output[count:], arrays)
+        self._each_output, self._kept = self._each_output[:count], [*arrays]
 
     def run(self, inputs: Sequence[Array] = (), outputs: Sequence[Array] = ()) -> float | None:
         """Copy the inputs in, run the steps, copy the outputs out. Returns a timed program's microseconds."""

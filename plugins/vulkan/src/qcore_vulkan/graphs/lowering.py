@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, Role
 
@@ -19,7 +19,7 @@ from ..device import Buffer, Device
 from ..steps.operand import Operand, new, over
 from ..steps.pointwise import binary, checked, convert, fill
 from . import sentinels
-from .numbers import on_device
+from .numbers import host_dtype, on_device
 from .planner import Planner
 from .residents import Weight
 from .views import overlaps, reshaped
@@ -38,12 +38,14 @@ Given = Buffer | Weight | None
 class Recorded:
     """A part recorded for certain buffers.
 
-    **Fields:** ``program``: takes the part's fresh inputs, returns its results, its `undeferred` states and, if
-    ``checks``, one more word: 0, or `OUT_OF_RANGE` and `OVERFLOW`; ``given``: kept alive, as the program names them.
+    **Fields:** ``program``: takes the part's fresh inputs, returns its results; ``returned``: where each run leaves the
+    words of the `undeferred` states; ``flags``: where it leaves 0, or `OUT_OF_RANGE` and `OVERFLOW`, if it checks
+    anything; ``given``: kept alive, as the program names them.
     """
 
     program: Program
-    checks: bool
+    returned: list[Tensor]
+    flags: Tensor | None
     given: tuple[Given, ...]
 
 
@@ -157,11 +159,15 @@ class Lowering:
                 self._call(node)
         outputs = [self._output(self._values[node]) for node in _returned(self._part)]
         self._update()
-        outputs += [self._output(_whole(self._given[i], self._part.inputs[i].example)) for i in undeferred(self._part)]  # type: ignore[arg-type]
+        back = [(self._given[i], self._part.inputs[i].example) for i in undeferred(self._part)]
+        outputs += [self._output(_whole(given, example)) for given, example in back]  # type: ignore[arg-type]
+        returned = [torch.empty(example.shape, dtype=host_dtype(example.dtype)) for _, example in back]
+        flags = None if self._flags is None else torch.zeros(1, dtype=torch.int32)
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
         program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")
-        return Recorded(program, self._flags is not None, tuple(self._given))
+        program.keep_outputs(returned if flags is None else [*returned, flags])
+        return Recorded(program, returned, flags, tuple(self._given))
 
     def _input(self, name: str, example: Any, role: Role, given: Given, inputs: list[Place]) -> Any:
         if role is Role.NUMBER or isinstance(given, Weight):

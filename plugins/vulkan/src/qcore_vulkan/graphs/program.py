@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -41,7 +41,9 @@ class Program:
         self._part = part
         roles = [one.role for one in part.inputs]
         self._states = [i for i, role in enumerate(roles) if role is Role.STATE]
-        self._undeferred = [(i, part.inputs[i].example) for i in undeferred(part)]
+        back = set(undeferred(part))
+        self._returned = [at for at, i in enumerate(self._states) if i in back]
+        self._deferred = [at for at, i in enumerate(self._states) if i not in back]
         self._fixed = [i for i, role in enumerate(roles) if role in {Role.WEIGHT, Role.STATIC}]
         self._fresh = [i for i, role in enumerate(roles) if role is Role.FRESH]
         self._weights = {i for i, role in enumerate(roles) if role is Role.WEIGHT}
@@ -51,6 +53,7 @@ class Program:
         self._uploaded: tuple[Device, dict[fx.Node, Buffer | None]] | None = None
         self._copied: dict[int, State] = {}
         self._refresh = states.Refresher()
+        self._held: _Held | None = None
         self._seen: _Seen = [], Stamp()
         self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
@@ -80,29 +83,30 @@ class Program:
         recorded = self._program(device, given)
         inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
-        returned = {i: torch.empty(like.shape, dtype=host_dtype(like.dtype)) for i, like in self._undeferred}
-        flag = [torch.zeros(1, dtype=torch.int32)] if recorded.checks else []
-        recorded.program.run(inputs, [*outputs, *returned.values(), *flag])
-        for i, state in zip(self._states, held, strict=True):
-            if i not in returned and i not in self._copied:
-                state.advance(values[i])  # type: ignore[arg-type]
-        for i, state in zip(self._states, held, strict=True):
-            if i in returned:
-                state.take(values[i], returned[i])  # type: ignore[arg-type]
-            elif i in self._copied:
-                states.read_into(state.buffer, values[i])  # type: ignore[arg-type]
-        if flag:
-            _check(int(flag[0].item()))
+        recorded.program.run(inputs, outputs)
+        tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
+        for at in self._deferred:
+            if self._states[at] in self._copied:
+                states.read_into(held[at].buffer, tensors[at])
+            elif held[at].sentinels is None:
+                held[at].advance(tensors[at])
+        states.take_each([held[at] for at in self._returned], [tensors[at] for at in self._returned], recorded.returned)
+        if recorded.flags is not None:
+            _check(int(recorded.flags.item()))
         return [y.to(like.dtype) for y, like in zip(outputs, self._results, strict=True)]
 
     def _placed(self, values: Sequence[object]) -> tuple[Device, list[Given], list[State]]:
         """The device, and what each input is on it."""
         given = self._fixed_inputs(values)
         device = self._device(given)
-        stale: list[states.Stale] = []
-        held = [self._state(device, i, values[i], stale) for i in self._states]  # type: ignore[arg-type]
-        if stale:
-            self._refresh(device, stale)
+        tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
+        held = self._held.states if self._held is not None and self._held.fits(device, tensors) else None
+        if held is None:
+            stale: list[states.Stale] = []
+            held = [self._state(device, i, tensor, stale) for i, tensor in zip(self._states, tensors, strict=True)]
+            if stale:
+                self._refresh(device, stale)
+            self._held = None if self._copied else _Held(device, [*map(id, tensors)], held)
         for i, state in zip(self._states, held, strict=True):
             given[i] = state.buffer
         return device, given, held
@@ -184,6 +188,21 @@ class Program:
         return self._uploaded[1]
 
 
+class _Held(NamedTuple):
+    """The states of the last call."""
+
+    device: Device
+    ids: list[int]
+    states: list[State]
+
+    def fits(self, device: Device, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are their tensors, and torch has not written to one."""
+        same = self.device is device and not device.lost and self.ids == [*map(id, tensors)]
+        if not same or any(state.replaced for state in self.states):
+            return False
+        return Stamp.fit_each([state.stamp for state in self.states], tensors)
+
+
 def _check(flags: int) -> None:
     """Raise the error that a program has noted."""
     if flags & OUT_OF_RANGE:
@@ -198,7 +217,7 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
     if found is not None:
         found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
         found._seen = [], Stamp()  # noqa: SLF001
-        found._last = None  # noqa: SLF001
+        found._last = found._held = None  # noqa: SLF001
         found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001
         found._refresh.clear()  # noqa: SLF001

@@ -30,11 +30,16 @@ _SMALL = 4096
 
 
 class State:
-    """The device's copy of a tensor; ``sentinels``: what the tensor's own memory holds if the device is ahead of it."""
+    """The device's copy of a tensor.
+
+    **Attributes:** ``sentinels``: what the tensor's own memory holds if the device is ahead of it; ``replaced``:
+    whether another device has the tensor's values now.
+    """
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
         self.stamp, self.sentinels = Stamp(tensor), None  # type: Stamp, Sentinels | None
+        self.replaced = False
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether torch has written to the tensor."""
@@ -77,6 +82,16 @@ class State:
         with torch.no_grad():
             tensor.copy_(words)
         self.refreshed(tensor)
+
+
+def take_each(held: list[State], tensors: list[Tensor], words: list[Tensor]) -> None:
+    """The same for several states at once."""
+    if held:
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, words)
+        Stamp.renew_each([state.stamp for state in held], tensors)
+        for state in held:
+            state.sentinels = None
 
 
 def _lost(device: Device, tensor: Tensor) -> str:
@@ -138,6 +153,7 @@ def get(device: Device, tensor: Tensor, stale: list[Stale]) -> State | None:
     if found is not None:
         found.write_back(tensor)
         del _known[id(tensor)]
+        found.replaced = True
     if why_not(tensor):
         if tensor.is_inference():
             _warn_of_inference()

@@ -214,7 +214,7 @@ class Program:
             except PartRefused as refused:
                 if self._plain is None:
                     raise
-                # A version of cuDNN may have no kernel for a shape after all, one of Pallas or Triton no lowering of one.
+                # A version of cuDNN may have no kernel for a shape after all, one of Pallas no lowering of a kernel.
                 warnings.warn(
                     f"qcore_xla: this program runs without kernels for GPUs, which is slower: {refused}",
                     QcoreWarning,
