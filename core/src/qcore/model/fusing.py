@@ -19,6 +19,7 @@ from . import merging
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
+    ("gate", "up"),
     ("query", "key", "value"),
     ("query_proj", "key_proj", "value_proj"),
     ("to_q", "to_k", "to_v"),

@@ -26,6 +26,9 @@ from .warp import both, load_quad, mma8, nibbles16
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,unreachable"
 
+_AHEAD = tl.constexpr(4)
+"""Waves of eight values per thread that are on their way at once: 16 words of registers."""
+
 
 @triton.jit
 def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
@@ -45,16 +48,20 @@ def _copy_codes(to, x, lane, first, live, M, KB, pitch, XR: tl.constexpr, U: tl.
 
 @triton.jit
 def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_zero_number, K, MODE: tl.constexpr,
-              ORDER: tl.constexpr, T: tl.constexpr):  # fmt: skip
+              ORDER: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Codes of the one row of x into shared memory, in the order of the weight; its scale and zero point."""
-    # 1. First pass: the extent of the row, eight values per thread and turn.
+    # 1. First pass: the extent of the row, eight values per thread and wave. Several waves are requested before the
+    #    first is looked at: a long row would else wait for the second-level cache once a wave.
+    WAVES: tl.constexpr = min(_AHEAD, max(1, WIDE // (T * 8)))
     o = tl.arange(0, T * 8)
     below = tl.zeros([T * 8], tl.int32)
     above = tl.zeros([T * 8], tl.int32)
-    for start in tl.range(0, K, T * 8, num_stages=1):
-        b, a = extent(tl.load(x + (start + o), mask=start + o < K, other=0.0).to(tl.float32), MODE)
-        below = tl.maximum(below, b)
-        above = tl.maximum(above, a)
+    for start in tl.range(0, K, T * 8 * WAVES, num_stages=1):
+        for wave in tl.static_range(WAVES):
+            at = start + wave * (T * 8) + o
+            b, a = extent(tl.load(x + at, mask=at < K, other=0.0).to(tl.float32), MODE)
+            below = tl.maximum(below, b)
+            above = tl.maximum(above, a)
     # 2. The reduction over all threads: one scale and zero point for the row.
     if MODE == TENSOR:
         s, z = parameters(tl.max(below, 0), tl.max(above, 0), 0, given_scale_number, given_zero_number, MODE)
@@ -63,16 +70,21 @@ def _quantize(to, x, thread, given_scale, given_zero, given_scale_number, given_
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     inverse = inverse_of(s, tl.max(above, 0), NARROW)
     # 3. Second pass: encode eight values per thread and place pairs of codes; 0 behind K, up to a multiple of 128.
-    for start in tl.range(0, (K + 127) // 128 * 128, T * 8, num_stages=1):
-        at = start + thread * 8
-        here = at < (K + 127) // 128 * 128
-        pairs = load_quad(x.to(tl.int64, bitcast=True) + at * 2, (at < K).to(tl.int32))
-        for i in tl.static_range(4):  # two columns that are neighbours in x are so in any order
-            low, high = both(pairs[i], x.dtype.element_ty)
-            c0 = encode(low, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
-            c1 = encode(high, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
-            codes = tl.where(at < K, c0 | (c1 << 8), 0)
-            pipeline.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32))
+    #    Again several waves are requested first.
+    for start in tl.range(0, (K + 127) // 128 * 128, T * 8 * WAVES, num_stages=1):
+        quads = ()
+        for wave in tl.static_range(WAVES):
+            at = start + wave * (T * 8) + thread * 8
+            quads = quads + (load_quad(x.to(tl.int64, bitcast=True) + at * 2, (at < K).to(tl.int32)),)
+        for wave in tl.static_range(WAVES):
+            at = start + wave * (T * 8) + thread * 8
+            here = at < (K + 127) // 128 * 128
+            for i in tl.static_range(4):  # two columns that are neighbours in x are so in any order
+                low, high = both(quads[wave][i], x.dtype.element_ty)
+                c0 = encode(low, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
+                c1 = encode(high, s, inverse, z, MODE, False, NARROW).to(tl.int32) & 0xFF
+                codes = tl.where(at < K, c0 | (c1 << 8), 0)
+                pipeline.place(to + position_of(at + 2 * i, ORDER), codes, here.to(tl.int32))
     return s, z
 
 
@@ -211,7 +223,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ORDER: tl.constexpr = P if BITS == 4 else 0
         codes = buffer + NW * OWN
         token_scale, token_zero = _quantize(
-            codes, x, thread, x_scale, x_zero, given_scale_number, given_zero_number, K, MODE, ORDER, T
+            codes, x, thread, x_scale, x_zero, given_scale_number, given_zero_number, K, MODE, ORDER, T, WIDE
         )
         # All warps read the codes that all warps have written.
         tl.debug_barrier()
