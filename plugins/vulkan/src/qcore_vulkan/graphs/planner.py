@@ -13,6 +13,8 @@ from ..device import Device
 
 _T = TypeVar("_T")
 _SMALL = 4096
+_SLAB = 1 << 15
+"""Bytes of room for small ranges that are reserved at once."""
 
 
 class Planner(Builder):
@@ -22,14 +24,15 @@ class Planner(Builder):
     wait for those that read it, while it could run beside them. The arena of the program is as large as what lives at
     once, what waits for that, and what lies between.
 
-    ``small``: ranges of up to this many bytes are never given away, so that steps that compute positions and indices
-    of all layers run side by side at the beginning.
+    ``small``: ranges of up to this many bytes are never given away, nor do they lie where others have been, so that
+    steps that compute positions and indices of all layers run side by side at the beginning.
     """
 
     def __init__(self, device: Device, small: int = _SMALL):
         super().__init__(device)
         self._small = small
         self._holes: list[tuple[int, int]] = []  # free ranges below the top: offset, bytes; in order, none adjacent
+        self._slab = 0, 0  # where the next small range goes, and the end of the room for them
         self._freed: list[tuple[int, int]] = []  # since the last step that waits
         self._prepared: dict[int, dict[Hashable, Any]] = defaultdict(dict)  # by the offset of what they come from
         self._derived: dict[int, list[Ref]] = {}  # by the same offset: memory that lives as long as this one
@@ -37,10 +40,21 @@ class Planner(Builder):
 
     def scratch(self, nbytes: int) -> Ref:
         """Memory on the device until `free`, `rewind` or `settle`."""
-        at = None if nbytes <= self._small else self._hole(aligned(nbytes))
+        at = self._fresh(aligned(nbytes)) if nbytes <= self._small else self._hole(aligned(nbytes))
         ref = super().scratch(nbytes) if at is None else self._at(at, nbytes)
         self._made[ref.offset] = ref
         return ref
+
+    def _fresh(self, nbytes: int) -> int:
+        """Take memory that no step has used."""
+        at, end = self._slab
+        if at + nbytes > end:
+            at, below = self._used[native.ARENA], self._top
+            end = self._top = self._used[native.ARENA] = at + max(_SLAB, nbytes)
+            if below < at:
+                self._release(below, at - below)
+        self._slab = at + nbytes, end
+        return at
 
     def _at(self, offset: int, nbytes: int) -> Ref:
         return Ref(native.ARENA, offset, words(nbytes))
