@@ -12,7 +12,7 @@ from qcore_vulkan.builder import Builder, Place
 from qcore_vulkan.steps.operand import Operand, over
 from qcore_vulkan.steps.pointwise import binary, unary
 
-R, W = access.READ, access.WRITE
+R, W, A = access.READ, access.WRITE, access.ATOMIC
 
 
 def test_modules_say_what_they_read_and_write():
@@ -35,7 +35,18 @@ def use(buffer: int, start: int, end: int, flags: int) -> access.Use:
 
 @pytest.mark.parametrize(
     ("first", "second", "waits"),
-    [(R, R, False), (R, W, True), (W, R, True), (W, W, True), (R | W, R, True)],
+    [
+        (R, R, False),
+        (R, W, True),
+        (W, R, True),
+        (W, W, True),
+        (R | W, R, True),
+        (A, A, False),
+        (A, R, True),
+        (R, A, True),
+        (A, W, True),
+        (W, A, True),
+    ],  # fmt: skip
 )
 def test_steps_wait_if_one_of_them_writes(first, second, waits):
     hazards = access.Hazards()
@@ -73,12 +84,12 @@ def test_levels_are_those_of_a_search_over_all_pairs():
         steps = []
         for _ in range(60):
             starts = [number(20) for _ in range(3)]
-            steps.append([use(number(2), start, start + 1 + number(5), 1 + number(3)) for start in starts])
+            steps.append([use(number(2), start, start + 1 + number(5), 1 + number(4)) for start in starts])
         expected: list[int] = []
         for i, own in enumerate(steps):
             before = [
                 expected[j] + 1 for j in range(i) for a in own for b in steps[j]
-                if (a.flags | b.flags) & W and a.span[0] == b.span[0]
+                if (a.flags | b.flags) & (W | A) and not a.flags == b.flags == A and a.span[0] == b.span[0]
                 and a.span[1] < b.span[2] and b.span[1] < a.span[2]
             ]  # fmt: skip
             expected.append(max(before, default=0))

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from . import native
 
-READ, WRITE = 1, 2
-"""Flags of how a step uses a binding."""
+READ, WRITE, ATOMIC = 1, 2, 4
+"""Flags of how a step uses a binding. Atomic updates that commute need not wait for each other."""
 
 _HEADER = 5
 _OP_TYPE_POINTER, _OP_VARIABLE, _OP_DECORATE, _OP_MEMBER_DECORATE = 32, 59, 71, 72
@@ -97,7 +97,7 @@ def levels(steps: Iterable[Sequence[Use]]) -> list[int]:
         for use in own:
             buffer, start, end = use.span
             for (first, last, flags), other in seen[buffer].items():
-                if other >= level and start < last and first < end and (use.flags | flags) & WRITE:
+                if other >= level and start < last and first < end and _ordered(use.flags, flags):
                     level = other + 1
         for use in own:
             _note(seen[use.span[0]], use, level)
@@ -117,4 +117,9 @@ def _note(seen: dict[tuple[int, int, int], int], use: Use, level: int) -> None:
 
 def _conflict(one: Use, other: Use) -> bool:
     (a, start, end), (b, first, last) = one.span, other.span
-    return bool((one.flags | other.flags) & WRITE) and a == b and start < last and first < end
+    return _ordered(one.flags, other.flags) and a == b and start < last and first < end
+
+
+def _ordered(one: int, other: int) -> bool:
+    """Whether two uses of the same bytes must keep their order."""
+    return bool((one | other) & (WRITE | ATOMIC)) and not one == other == ATOMIC

@@ -76,6 +76,7 @@ class Builder:
         self._uses: list[list[access.Use]] = []
         self._hazards = access.Hazards()
         self._in_order = False
+        self._atomic: set[access.Span] = set()
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
@@ -115,6 +116,11 @@ class Builder:
         ref = Ref(buffer, self._used[buffer], words(nbytes))
         self._used[buffer] += aligned(nbytes)
         return ref
+
+    def atomic(self, ref: Ref) -> None:
+        """Promise that shaders which write to ``ref`` from here on only set bits in it, atomically."""
+        buffer, offset, nbytes = self._range(ref)
+        self._atomic.add((buffer, offset, offset + nbytes))
 
     def dispatch(
         self,
@@ -172,6 +178,9 @@ class Builder:
                 place.buffer, place.offset, place.bytes = self._range(ref)
                 spans[i] = place.buffer, place.offset, place.offset + place.bytes
         self._uses.append(access.uses(spans, used))
+        if kind == native.DISPATCH and self._atomic:
+            own = self._uses[-1]
+            self._uses[-1] = [access.Use(one.span, access.ATOMIC) if one.span in self._atomic else one for one in own]
         if self._hazards.waits(self._uses[-1], barrier):
             self.waited()
         else:

@@ -126,6 +126,7 @@ class Lowering:
         if self._flags is None:
             self._flags = self.b.output(4)
             self.b.fill(self._flags)
+            self.b.atomic(self._flags)
         return self._flags
 
     def writable(self, node: Any) -> Operand:
