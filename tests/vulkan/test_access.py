@@ -46,7 +46,7 @@ def use(buffer: int, start: int, end: int, flags: int) -> access.Use:
         (R, A, True),
         (A, W, True),
         (W, A, True),
-    ],  # fmt: skip
+    ],
 )
 def test_steps_wait_if_one_of_them_writes(first, second, waits):
     hazards = access.Hazards()
