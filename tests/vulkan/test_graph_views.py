@@ -94,10 +94,22 @@ def test_memory_is_not_used_again_before_a_step_waits(planner):
 
 def test_small_ranges_are_not_given_away():
     planner = Planner(None, small=512)
-    a, b, last = (planner.scratch(size) for size in (512, 513, 1000))
+    a, b, _ = (planner.scratch(size) for size in (512, 513, 1000))
     freed(planner, a, b)
-    assert planner.scratch(300).offset == last.offset + 1024
+    assert planner.scratch(300).offset == a.offset + 512
     assert planner.scratch(600).offset == b.offset
+
+
+def test_small_ranges_lie_where_no_step_has_been():
+    planner = Planner(None, small=512)
+    large = planner.scratch(100_000)
+    freed(planner, large)
+    used = [(large.offset, large.offset + large.bytes)]
+    for _ in range(200):  # more than are reserved at once
+        small = planner.scratch(300)
+        assert all(small.offset >= end or small.offset + small.bytes <= start for start, end in used)
+        used.append((small.offset, small.offset + small.bytes))
+    assert planner.scratch(100_000).offset == large.offset
 
 
 def test_the_smallest_hole_is_taken(planner):

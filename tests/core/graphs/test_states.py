@@ -6,6 +6,7 @@ from graph_backends import TorchParts
 
 from qcore import graphs
 from qcore.graphs import Resident, bucket
+from qcore.graphs.states import Stamp
 
 
 def test_device_copies_follow_writes_and_die_with_their_tensor():
@@ -25,6 +26,25 @@ def test_device_copies_follow_writes_and_die_with_their_tensor():
     del tensor
     gc.collect()
     assert len(resident) == 1
+
+
+def test_stamps_of_several_tensors_are_looked_at_and_renewed_together():
+    tensors = [torch.zeros(2), torch.ones(3, dtype=torch.int64)]
+    stamps = [Stamp(tensor) for tensor in tensors]
+    assert Stamp.fit_each(stamps, tensors)
+    assert not Stamp.fit_each(stamps, tensors[::-1])
+    tensors[1].add_(1)
+    assert not Stamp.fit_each(stamps, tensors)
+    Stamp.renew_each(stamps, tensors)
+    assert Stamp.fit_each(stamps, tensors)
+    tensors[0].data = torch.zeros(2)  # no version counts it
+    assert not Stamp.fit_each(stamps, tensors)
+    Stamp.renew_each(stamps, tensors)
+    assert Stamp.fit_each(stamps, tensors)
+    assert all(stamp.fits(tensor) for stamp, tensor in zip(stamps, tensors, strict=True))
+    with torch.inference_mode():
+        uncounted = torch.zeros(2)
+        assert Stamp.fit_each([Stamp(uncounted)], [uncounted])
 
 
 def test_only_backends_that_defer_writes_are_asked_for_them():
