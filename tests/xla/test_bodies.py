@@ -17,7 +17,7 @@ from qcore_xla import calls, packing
 from qcore_xla.bodies import linear as bodies
 from qcore_xla.bodies.form import Form
 from qcore_xla.engines import base
-from qcore_xla.graphs.crossing import array_of
+from qcore_xla.engines.crossing import array_of
 from qcore_xla.kernels.linear import XlaLinear
 from qcore_xla.packing import wants_rows
 

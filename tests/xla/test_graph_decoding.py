@@ -10,8 +10,8 @@ from tiny_models import Decoder
 import qcore
 from qcore.plugin_api import Role
 from qcore_xla import calls
+from qcore_xla.engines.crossing import array_of_bytes
 from qcore_xla.graphs import ahead, program
-from qcore_xla.graphs.crossing import array_of_bytes
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

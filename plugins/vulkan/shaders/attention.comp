@@ -114,6 +114,15 @@ float bias(uint r, uint key) {
     return uintBitsToFloat(word) * 1.44269504;
 }
 
+// The `bias` of a key for every row. Heads that share their keys mostly share their mask as well: it is read once.
+void biases(uint key, out float found[ROWS]) {
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        bool known = r > 0u && mask_row[r] == mask_row[r - 1u] && sees[r] == sees[r - 1u];
+        if (known) found[r] = found[r - 1u];
+        else found[r] = bias(r, key);
+    }
+}
+
 // What `bias` needs of a row. Found once: integer division is slow.
 void prepare_row(uint r, uint row, uint end, uint batch, uint head) {
     uint position = row / push.shared_by;
@@ -126,11 +135,13 @@ void prepare_row(uint r, uint row, uint end, uint batch, uint head) {
 // Step 1, for EACH_TEAM keys at once, TEAMS apart; `member` of its team. A query that is read meets all of them.
 void score(uint c, uint base, uint end, uint member, uint batch, uint head, uint turn) {
     float product[EACH_TEAM * ROWS];
+    float hidden[EACH_TEAM][ROWS];
     bool seen = false;
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
+        biases(base + c + i * TEAMS, hidden[i]);
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
             product[i * ROWS + r] = 0.0;
-            seen = seen || bias(r, base + c + i * TEAMS) != LOWEST;
+            seen = seen || hidden[i][r] != LOWEST;
         }
     }
     if (SPREAD != 0u) seen = subgroupAny(seen);  // shuffles want every lane
@@ -160,8 +171,8 @@ void score(uint c, uint base, uint end, uint member, uint batch, uint head, uint
         [[unroll]] for (uint f = 0u; f < FOURS; ++f) {
             vec4 scores;
             [[unroll]] for (uint e = 0u; e < 4u; ++e) {
-                float hidden = bias(f * 4u + e, base + own);
-                scores[e] = hidden == LOWEST ? LOWEST : product[i * ROWS + f * 4u + e] + hidden;
+                float added = hidden[i][f * 4u + e];
+                scores[e] = added == LOWEST ? LOWEST : product[i * ROWS + f * 4u + e] + added;
             }
             weight[own * PITCH + f] = scores;
         }

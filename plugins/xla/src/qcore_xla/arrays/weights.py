@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcore import FormatError, QTensor, Scheme
 
-from ..graphs import crossing
+from ..engines import crossing
 from ..graphs.meshes import MeshCut, Placement, axis_of, placed
 from ..graphs.quantized import Layer
 

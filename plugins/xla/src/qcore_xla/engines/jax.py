@@ -7,6 +7,7 @@ result before it returns it (on a GPU, torch's stream does), so that torch canno
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,6 +33,7 @@ class JaxEngine:
 
     def __init__(self) -> None:
         self._arrays: Memo[Any] = Memo(_shared_array)
+        self._lock = threading.Lock()
 
     def why_not(self, device: torch.device) -> str:
         """Looks at the environment and at package metadata only."""
@@ -62,18 +64,28 @@ class JaxEngine:
     def _run(
         self, function: Callable[..., Any], form: Any, tensors: Sequence[Any], fresh: Sequence[int], size: Size
     ) -> Tensor:
+        if isinstance(tensors[0], Tensor) and tensors[0].is_cuda:
+            return self._run_on_gpu(function, form, tensors, fresh)
         kept = self._arrays.get
         arrays = [
             None if tensor is None else _fresh(tensor) if i in fresh else kept(tensor)
             for i, tensor in enumerate(tensors)
         ]
         y = jitted(function, form)(*arrays)
-        if isinstance(tensors[0], Tensor) and tensors[0].is_cuda:
-            return from_dlpack(y)  # makes torch's stream wait for it
         array = np.asarray(y)  # waits for it
         if array.nbytes > _SMALL:
             return writable(array)
         return torch.from_numpy((array if size is None else array[..., : size[0], : size[1]]).copy())
+
+    def _run_on_gpu(
+        self, function: Callable[..., Any], form: Any, tensors: Sequence[Any], fresh: Sequence[int]
+    ) -> Tensor:
+        arrays = [None if t is None or i in fresh else self._arrays.get(t) for i, t in enumerate(tensors)]
+        own = [i for i in fresh if tensors[i] is not None]
+        with self._lock:  # of the places of fresh arguments
+            for i, array in zip(own, _on_gpu([tensors[i] for i in own]), strict=True):
+                arrays[i] = array
+            return from_dlpack(jitted(function, form)(*arrays))  # makes torch's stream wait for it
 
 
 _SMALL = 1 << 15
@@ -147,6 +159,19 @@ def _fresh(tensor: Any) -> Any:
     if tensor.dtype in _NUMPY and not tensor.is_cuda:
         return tensor.detach().numpy()
     return _array(tensor)
+
+
+def _on_gpu(tensors: Sequence[Tensor]) -> list[Any]:
+    """Arrays for one call: small tensors are copied to places that JAX knows."""
+    found = _inboxes().arrays(tensors) if all(tensor.is_cuda for tensor in tensors) else None
+    return [_fresh(tensor) for tensor in tensors] if found is None else found
+
+
+@lru_cache(maxsize=1)
+def _inboxes() -> Any:
+    from .inbox import Inboxes
+
+    return Inboxes()
 
 
 def _array(tensor: Tensor) -> Any:

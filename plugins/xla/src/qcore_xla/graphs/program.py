@@ -25,10 +25,10 @@ from qcore import PluginError, QcoreWarning
 from qcore.plugin_api import GraphPart, PartRefused, Resident, Role, Stamp, first_line, weight_of
 
 from .. import environment
+from ..engines.crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
+from ..engines.inbox import Inbox
 from ..engines.jax import alone_on, device_of, writable
 from ..memo import Memo
-from .crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
-from .inbox import Inbox
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered

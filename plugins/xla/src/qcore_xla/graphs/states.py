@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcore.plugin_api import why_shared
 
-from .crossing import in_pairs
+from ..engines.crossing import in_pairs
 
 
 class State:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qcore_xla.graphs import inbox
-from qcore_xla.graphs.crossing import joined
+from qcore_xla.engines import inbox
+from qcore_xla.engines.crossing import joined
 
 
 @pytest.fixture
@@ -30,3 +30,23 @@ def test_values_arrive_at_the_same_place(waits):
 def test_large_arguments_do_not_lie_there(waits):
     assert inbox.Inbox().arrays([torch.zeros(3), torch.zeros(inbox.LARGEST)]) is None
     assert not waits
+
+
+def test_layers_have_places_by_shape_and_dtype(waits):
+    boxes = inbox.Inboxes()
+    first = boxes.arrays([torch.ones(1, 8)])[0]
+    other = boxes.arrays([torch.ones(1, 8, dtype=torch.bfloat16)])[0]
+    again = boxes.arrays([torch.full((8, 2), 3.0).T[:1]])[0]
+    assert again.unsafe_buffer_pointer() == first.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
+    assert again.tolist() == [[3.0] * 8]
+    assert boxes.arrays([torch.zeros(4, dtype=torch.int64)]) is None
+    assert boxes.arrays([torch.zeros(1 << 18)]) is None
+    assert len(waits) == 3
+
+
+def test_the_oldest_places_are_given_up(waits):
+    boxes = inbox.Inboxes()
+    for n in range(1, 200):
+        assert boxes.arrays([torch.full((n,), float(n))])[0].tolist() == [n] * n
+    assert len(boxes._known) == inbox._MOST
+    assert waits
