@@ -115,6 +115,8 @@ def test_attention_without_cudnn():
     (lambda x: torch.fft.rfft(x).real, (X,), "complex|no lowering"),
     (lambda x: x + (1 << 40), (I,), "32 bits"),
     (torch.special.i0, (X,), "i0 has no lowering"),
+    (lambda x: x.view(torch.int8), (X,), "of other sizes"), (lambda x: x.view(torch.int32), (I,), "of other sizes"),
+    (lambda x: x.scatter(0, I[:1] * 0, 3, reduce="multiply"), (I,), "adds or multiplies"),
 ])  # fmt: skip
 def test_what_is_not_lowered_has_a_reason(function, args, reason):
     part = part_of(function, *args)
