@@ -448,18 +448,6 @@ def _sort(x: Any, *given: Any, dim: int = -1, descending: bool = False, **_: Any
     return jnp.take_along_axis(x, order, axis=dim), order
 
 
-@rule("_softmax")
-def _softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
-    del half_to_float
-    return jax.nn.softmax(widened(x), axis=dim)
-
-
-@rule("_log_softmax")
-def _log_softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
-    del half_to_float
-    return jax.nn.log_softmax(widened(x), axis=dim)
-
-
 @rule("native_layer_norm")
 def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
