@@ -82,6 +82,8 @@ CASES = [  # the name of an op that the function decomposes to, the function, it
     ("gather", lambda x: x.gather(1, torch.tensor([[[2, 0, 1, 1]]])), (X,)),
     ("scatter", lambda x, y: x.scatter(1, torch.tensor([[[2, 0, 1, 1]]]), y), (X, Y)),
     ("scatter", lambda x: x.scatter(-1, torch.tensor([[[2], [0]]]), 5.0), (X,)),
+    *(("scatter", lambda x, f=f: x.scatter(1, torch.tensor([[[2, 0, 1, 1], [2, 2, 2, 2]]]), 3.0, reduce=f), (X,))
+      for f in ("add", "multiply")),
     ("scatter_add", lambda x, y: x.scatter_add(0, torch.zeros(2, 3, 4, dtype=torch.long), y), (X, Y)),
     ("clone", lambda x: x.mT.contiguous(), (X,)), ("copy", ones_of("copy"), (X, Y[:1])),
     ("bitwise_xor", ones_of("bitwise_xor"), (I, I.flip(0))),
@@ -111,6 +113,9 @@ CASES = [  # the name of an op that the function decomposes to, the function, it
     ("linalg_vector_norm", lambda x: F.normalize(x, dim=-1), (X,)),
     ("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x, 3, (0, 2), keepdim=True), (X,)),
     ("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x, float("inf"), 1), (X,)),
+    *((name, lambda x, f=name: getattr(x, f)(0, dtype=torch.int64), (I,)) for name in ("sum", "cumsum")),
+    ("cumsum", lambda x: x.cumsum(0), (torch.full((300,), 3, dtype=torch.uint8),)),
+    ("eq", lambda x: x == 256, (I.to(torch.uint8),)), ("lt", lambda x: x < 200, (I.to(torch.int8),)),
     ("sum", lambda x: x.sum(-1), (I,)), ("sum", lambda x: x.sum((0, 1), keepdim=True), (B,)),
     ("mean", lambda x: x.mean(-1, dtype=torch.float32), (I,)), ("cumsum", lambda x: x.cumsum(0), (B,)),
     ("argmax", lambda x: x.argmax(0, keepdim=True), (X % 1.3,)), ("topk", lambda x: x.topk(2)[0], (X,)),

@@ -130,14 +130,6 @@ def test_index_put(accumulate):
     check(lambda x, i: put(x.mT, (i[0], i[1] % 3), x[0, 0, 0]), x, pairs, tolerance=1e-6)
 
 
-def test_values_by_a_mask():
-    x = drawn(4, 5, 6)
-    check(lambda x: x.index_put((x > 0,), torch.tensor(2.0)), x)
-    check(lambda x: x.index_put((x[:, :, 0] > 0,), torch.tensor([7.0])), x)
-    check(lambda x: x.index_put((x[:, 0, 0] > 0,), x[0]), x)
-    check(lambda x: x.index_put((x > 0,), torch.tensor(2)), (x * 9).long())
-
-
 @pytest.mark.parametrize(("function", "reason"), [
     (lambda x, i: x.long().scatter_add(0, i, x.long()), "torch.int64 that reduce"),
     (lambda x, i: x.long().index_put((i[0],), x.long(), accumulate=True), "torch.int64 that accumulates"),

@@ -51,6 +51,23 @@ def test_every_rule_has_a_case():
     assert not sorted(set(rules.RULES) - found)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_rows_that_a_mask_hides_whole(name):
+    torch.manual_seed(0)
+    least = torch.finfo(torch.float32).min
+    mask = torch.full((11, 11), least).triu(1)
+    mask[[0, 3]] = least
+
+    def shares(q, k, mask):
+        return getattr((q @ k.mT + mask) / 12**0.5, name)(-1)
+
+    y, expected, _ = run(shares, (torch.randn(16, 11, 12), torch.randn(16, 11, 12), mask))
+    check(y, expected, 2e-5)
+    hidden, infinite = torch.full((3, 5), -torch.inf), torch.tensor([[1.0, torch.inf], [torch.nan, 1.0]])
+    for x in (hidden, infinite, torch.empty(3, 0)):
+        check(*run(lambda x: getattr(x, name)(-1), (x,))[:2], 0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["exp", "silu", "_softmax", "mean", "bmm", "qcore_graph.rms_norm", "sum", "add"])
 def test_half_precision(name, dtype):
@@ -115,6 +132,8 @@ def test_attention_without_cudnn():
     (lambda x: torch.fft.rfft(x).real, (X,), "complex|no lowering"),
     (lambda x: x + (1 << 40), (I,), "32 bits"),
     (torch.special.i0, (X,), "i0 has no lowering"),
+    (lambda x: x.view(torch.int8), (X,), "of other sizes"), (lambda x: x.view(torch.int32), (I,), "of other sizes"),
+    (lambda x: x.scatter(0, I[:1] * 0, 3, reduce="multiply"), (I,), "adds or multiplies"),
 ])  # fmt: skip
 def test_what_is_not_lowered_has_a_reason(function, args, reason):
     part = part_of(function, *args)

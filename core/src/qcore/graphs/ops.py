@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from ..discovery.kernels import define_op
 from ..nn.graph_ops import NAMESPACE
+from . import fused
 
 QUANTIZED = ("linear", "embedding", "conv2d", "grouped_linear")
 """Names of the ops that stand for quantized layers."""
@@ -69,14 +70,19 @@ KEPT = (
 )  # fmt: skip
 """ATen ops of the list for which torch has decompositions that are not applied."""
 
+MORE = ("addmv", "dist", "grid_sampler_2d", "ldexp")
+"""Ops outside of the core ATen ops that torch's decompositions take apart as well."""
+
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
-    """Torch's decompositions to core ATen ops, without those of the ops in `KEPT`."""
-    from torch._decomp import core_aten_decompositions
+    """Torch's decompositions to core ATen ops, without those of the ops in `KEPT`, of `MORE`, and those in `fused`."""
+    from torch._decomp import core_aten_decompositions, decomposition_table
 
     table: Any = core_aten_decompositions()
-    return {op: rule for op, rule in table.items() if base_name(op) not in KEPT}
+    found = {op: rule for op, rule in table.items() if base_name(op) not in KEPT}
+    more = {op: rule for op, rule in decomposition_table.items() if base_name(op) in MORE}
+    return {**more, **found, **fused.DECOMPOSITIONS}
 
 
 def base_name(target: Any) -> str:

@@ -49,6 +49,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     written = _take_writes(module)
     module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
     recognizing.clean(module)
+    recognizing.choose(module)
     recognizing.take_whole_memory(module)
     recognizing.recognize(module, backend.recognizes())
     report.writes = len(written)

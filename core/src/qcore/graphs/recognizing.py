@@ -5,12 +5,15 @@ The patterns are those that models in the form of transformers' decompose to:
 * ``rms_norm``: ``weight * (x.float() * rsqrt(mean(x.float()^2) + eps)).to(x.dtype)``, with or without the weight;
 * ``rope``: ``x * cos + cat(-x2, x1) * sin`` with x1 and x2 the halves of the last dimension;
 * ``attention``: keys and values that were repeated for groups of heads are taken as they were before.
+
+Writes by a mask (``x[mask] = value``) become a choice between value and x, whatever the backend.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +66,50 @@ _VIEWS = frozenset({
     "view", "_unsafe_view", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select", "alias",
     "detach", "split_with_sizes", "split", "unbind", "diagonal", "unfold",
 })  # fmt: skip
+
+
+def choose(module: fx.GraphModule) -> None:
+    """Replace ``index_put`` by a mask of bool by ``where``, in place, if the values are the same for all chosen."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or base_name(node.target) != "index_put":
+            continue
+        x, indices, values, *accumulate = node.args
+        at = [i for i, one in enumerate(indices) if one is not None]
+        if any(accumulate) or len(at) != 1 or indices[at[0]].meta["val"].dtype != torch.bool:
+            continue
+        mask = indices[at[0]]
+        covered = mask.meta["val"].dim()
+        after = x.meta["val"].dim() - at[0] - covered
+        shape = _around(values.meta["val"].shape, covered, after)
+        if shape is None:
+            continue
+        with module.graph.inserting_before(node):
+            wide = _reshaped(module.graph, mask, (*mask.meta["val"].shape, *[1] * after))
+            values = _reshaped(module.graph, values, shape)
+        _replace(module.graph, node, _aten.where.self, (wide, values, x))
+    module.recompile()
+
+
+def _around(shape: Sequence[int], covered: int, after: int) -> tuple[int, ...] | None:
+    """The shape in which values for the chosen elements broadcast to all; None if each has values of its own.
+
+    ``shape``: broadcasts to ``(..., chosen, *after)``; ``covered``: how many dimensions the chosen are one of.
+    """
+    if len(shape) <= after:
+        return tuple(shape)
+    if math.prod(shape) == 1:
+        return ()
+    at = len(shape) - after - 1
+    return (*shape[:at], *[1] * covered, *shape[at + 1 :]) if shape[at] == 1 else None
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    value = node.meta["val"]
+    if tuple(value.shape) == shape:
+        return node
+    made = graph.call_function(_aten.view.default, (node, shape))
+    made.meta = {**node.meta, "val": value.view(shape)}
+    return made
 
 
 def take_whole_memory(module: fx.GraphModule) -> None:

@@ -231,6 +231,8 @@ def _why_not_arguments(name: str, node: fx.Node) -> str:
         "as_strided": lambda: not _is_within(args[0].meta["val"], *args[1:]),
         "_native_batch_norm_legit": lambda: not isinstance(args[3], bool),
         "scatter_reduce": lambda: not args[0].meta["val"].is_floating_point(),
+        "view": lambda: isinstance(args[1], torch.dtype) and not _has_same_bits(args[0].meta["val"].dtype, args[1]),
+        "scatter": lambda: node.kwargs.get("reduce") and not args[0].meta["val"].is_floating_point(),
         "cumprod": lambda: not node.meta["val"].is_floating_point(),
         "searchsorted": lambda: node.kwargs.get("sorter") is not None,
         "linalg_vector_norm": lambda: len(args) > 1 and not args[1] > 0,
@@ -254,11 +256,18 @@ _UNSUPPORTED = {
     "as_strided": "it reads the memory of a view",
     "_native_batch_norm_legit": "running statistics",
     "scatter_reduce": "integers",
+    "view": "numbers of other sizes in the same memory",
+    "scatter": "integers that it adds or multiplies",
     "cumprod": "products of integers, which may exceed 32 bits",
     "searchsorted": "a sorter",
     "linalg_vector_norm": "an order that is not positive",
     "native_batch_norm": "training",
 }
+
+
+def _has_same_bits(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether numbers of two dtypes have as many bits as each other, and here as many as in torch."""
+    return one.itemsize == other.itemsize and not {one, other} & {torch.int64, torch.bool}
 
 
 def _is_read(node: fx.Node, at: int) -> bool:

@@ -54,7 +54,8 @@ def _float(x: Any) -> Array:
 def _of_arrays(name: str, args: Sequence[Any], kwargs: Any) -> Array:
     """For ops whose result is at most that of the magnitudes of their arrays; other arguments stay as they are."""
     arrays = [_float(x) if isinstance(x, jax.Array) else x for x in args]
-    return _beyond(RULES[name](*arrays, **{key: abs(value) for key, value in kwargs.items()}), _BOUND)
+    factors = {key: abs(value) for key, value in kwargs.items() if key != "dtype"}
+    return _beyond(RULES[name](*arrays, **factors), _BOUND)
 
 
 def _of_two(name: str, args: Sequence[Any], _kwargs: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Products, attention and norms in floats as functions of JAX arrays: products accumulate in float32."""
+"""Products, attention, softmax and norms in floats as functions of JAX arrays: products accumulate in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from .rules import RULES, rule
+from .rules import RULES, rule, widened
 
 
 def _precision(x: Any) -> Any:
@@ -62,6 +62,31 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
     shares = shares / jnp.where(total == 0, 1.0, total)
     mixed = shares.astype(v.dtype).reshape(batch, groups, each * length, seen)
     return _dot(mixed, v, ((3,), (2,)), ((0, 1), (0, 1))).reshape(batch, heads, length, v.shape[-1])
+
+
+def _below_top(x: Any, dim: int) -> Any:
+    """Differences of x to the largest along a dimension, exactly 0 at the largest.
+
+    XLA:CPU computes ``x * c - top`` with one rounding, also if the ``top`` has two. Where a mask has made all of a row
+    about -1e38 that is not 0 but 1e30, and a softmax 0 / 0.
+    """
+    wide = widened(x)
+    top = jnp.max(wide, axis=dim, keepdims=True, initial=-jnp.inf)
+    return jnp.where((wide == top) & jnp.isfinite(top), 0.0, wide - top)
+
+
+@rule("_softmax")
+def _softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
+    del half_to_float
+    shares = jnp.exp(_below_top(x, dim))
+    return shares / jnp.sum(shares, axis=dim, keepdims=True)
+
+
+@rule("_log_softmax")
+def _log_softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
+    del half_to_float
+    below = _below_top(x, dim)
+    return below - jnp.log(jnp.sum(jnp.exp(below), axis=dim, keepdims=True))
 
 
 @rule("qcore_graph.rms_norm")

@@ -317,12 +317,14 @@ def rows_of(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 @rule("scatter")
-def _scatter(x: Any, dim: int, index: Any, source: Any, **_: Any) -> Any:
+def _scatter(x: Any, dim: int, index: Any, source: Any, *, reduce: str | None = None) -> Any:
     places = list(jnp.meshgrid(*(jnp.arange(size) for size in index.shape), indexing="ij"))
     places[dim % x.ndim] = index
+    x = x if reduce is None else widened(x)
     if isinstance(source, jax.Array):
         source = source[tuple(slice(0, size) for size in index.shape)].astype(x.dtype)
-    return x.at[tuple(places)].set(source)
+    at = x.at[tuple(places)]
+    return at.set(source) if reduce is None else at.add(source) if reduce == "add" else at.multiply(source)
 
 
 @rule("scatter_add")
@@ -424,7 +426,8 @@ def _vector_norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False,
 
 @rule("cumsum")
 def _cumsum(x: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else widened(x)
+    # Unlike a sum, `jnp.cumsum` wraps around in the bits of short integers.
+    wide = widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int32)
     return jnp.cumsum(wide if dtype is None else wide.astype(jax_dtype(dtype)), axis=dim) if x.ndim else wide
 
 
@@ -443,18 +446,6 @@ def _sort(x: Any, *given: Any, dim: int = -1, descending: bool = False, **_: Any
         dim, descending = given[0], given[1] if len(given) > 1 else descending
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, axis=dim), order
-
-
-@rule("_softmax")
-def _softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
-    del half_to_float
-    return jax.nn.softmax(widened(x), axis=dim)
-
-
-@rule("_log_softmax")
-def _log_softmax(x: Any, dim: int, half_to_float: bool = False) -> Any:
-    del half_to_float
-    return jax.nn.log_softmax(widened(x), axis=dim)
 
 
 @rule("native_layer_norm")

@@ -306,8 +306,18 @@ def _comparison(name: str) -> Rule:
     return apply
 
 
+def _why_not_comparison(node: fx.Node) -> str:
+    """Torch wraps a number around in the bits of the short integers that it is compared with."""
+    dtype = torch.result_type(_value(node.args[0]), _value(node.args[1]))
+    if dtype not in SMALL or isinstance(node.args[1], fx.Node):
+        return ""
+    limits = torch.iinfo(dtype)
+    fits = limits.min <= node.args[1] <= limits.max  # type: ignore[operator]
+    return "" if fits else f"comparisons of {dtype} with {node.args[1]} have no kernel in qcore_vulkan"
+
+
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    rule(_name)(_comparison(_name))
+    rule(_name, why_not=_why_not_comparison)(_comparison(_name))
 
 
 def _logical(name: str) -> Rule:

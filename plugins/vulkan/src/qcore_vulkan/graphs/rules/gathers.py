@@ -10,7 +10,7 @@ from torch import fx
 
 from ...steps.gather import gather, scatter_rows, take_along
 from ...steps.operand import Operand
-from ...steps.pointwise import binary, convert, where
+from ...steps.pointwise import binary, convert
 from ...steps.rope import rope, rope_rows
 from ...steps.scattering import scatter
 from ..lowering import Lowering
@@ -90,18 +90,6 @@ def _index(c: Lowering, node: fx.Node, x: Operand, _indices: Sequence[Any]) -> O
     return gather(c.b, _merged(c, x, dim, count), dim, index)
 
 
-def _mask(node: fx.Node) -> Any:
-    """The mask of an index_put that says for whole elements of x whether they become a value; None if there is none.
-
-    The value does not depend on how many are chosen.
-    """
-    indices: Any = node.args[1]
-    if len(indices) != 1 or indices[0] is None or indices[0].meta["val"].dtype not in (torch.bool, torch.uint8):
-        return None
-    x, mask, values = (one.meta["val"] for one in (node.args[0], indices[0], node.args[2]))  # type: ignore[union-attr]
-    return indices[0] if values.dim() <= x.dim() - mask.dim() or values.numel() == 1 else None
-
-
 def _accumulates(node: fx.Node) -> bool:
     return bool(len(node.args) > 3 and node.args[3])
 
@@ -110,20 +98,11 @@ def _why_not_index_put(node: fx.Node) -> str:
     dtype = node.meta["val"].dtype
     if _accumulates(node) and not dtype.is_floating_point:
         return f"index_put of {dtype} that accumulates has no kernel in qcore_vulkan"
-    if _mask(node) is not None:
-        return "index_put by a mask that accumulates has no kernel in qcore_vulkan" if _accumulates(node) else ""
     return _why_not_index(node)
 
 
 @rule("index_put", why_not=_why_not_index_put)
 def _index_put(c: Lowering, node: fx.Node, x: Operand, indices: Sequence[Any], values: Operand, *_: Any) -> Operand:
-    if _mask(node) is not None:
-        values = same(c, values, node)
-        values = c.reshaped(values, ()) if values.numel == 1 else values
-        mask = c.cast(indices[0], torch.bool)
-        while len(mask.shape) < len(x.shape):
-            mask = mask.unsqueeze(len(mask.shape))
-        return where(c.b, mask, values, x)
     target = c.writable(node.args[0])
     dim, count, index = _flat(c, node, x, node.args[1])  # type: ignore[arg-type]
     if count > 1:
