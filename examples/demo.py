@@ -4,6 +4,7 @@
     python examples/demo.py --quick    # less time for the latencies
     python examples/demo.py --device cuda
     python examples/demo.py --backend vulkan --quick
+    python examples/demo.py --backend xla    # each sentence model as a whole program, compiled for a few sizes
 
 Exit code 1 and a list where a figure is below what is expected of it.
 """
@@ -24,8 +25,9 @@ with step("importing torch, transformers and scikit-learn"):
     import digits
     import sentences
     import torch
-    from expectations import check_digits, check_sentences, check_served
-    from tables import digits_table, kernel_table, latency_table, quality_table
+    from expectations import check_digits, check_programs, check_sentences, check_served
+    from programs import WholeProgram
+    from tables import digits_table, kernel_table, latency_table, program_table, quality_table
     from torch import nn
 
     import qcore
@@ -40,8 +42,7 @@ def main() -> int:
     qcore.configure(backends=options.backend)
     where = _device_name(options.device) + (f", {_backend_name(options.backend)}" if options.backend else "")
     CONSOLE.print(f"qcore {qcore.__version__}, torch {torch.__version__}, {where}")
-    wanted = options.backend or options.device.type
-    missed = [*_sentences(options.device, options.seconds, wanted), *_digits(options.device)]
+    missed = [*_sentences(options.device, options.seconds, options.backend), *_digits(options.device)]
     CONSOLE.print(f"\n{time.perf_counter() - start:.0f} seconds in all.")
     for line in missed:
         CONSOLE.print(f"[bold red]missed:[/] {line}", soft_wrap=True)
@@ -73,12 +74,12 @@ def _backend_name(name: str) -> str:
     return f"{name} on {found.device}"
 
 
-def _sentences(device: torch.device, seconds: float, wanted: str) -> list[str]:
+def _sentences(device: torch.device, seconds: float, backend: str | None) -> list[str]:
     CONSOLE.rule("MiniLM-L6: a sentence model of 22.7 million weights, 37 linear layers and 3 embeddings")
     with step("embedding sentences in float32"):
-        source, lines = sentences.SentenceModel(device), sentences.read_sentences()
+        source, lines = sentences.SentenceModel(device, whole=backend == "xla"), sentences.read_sentences()
         expected = source.embed(source.trained(), lines)
-        models: Models = {("", name): source.trained().to(device, dtype) for name, dtype in sentences.DTYPES.items()}
+        models: Models = {("", name): source.ready(source.trained().to(d)) for name, d in sentences.DTYPES.items()}
     outcomes = []
     for scheme in sentences.SCHEMES:
         with step(f"quantizing to {scheme}, saving, loading into a fresh model"):
@@ -86,7 +87,9 @@ def _sentences(device: torch.device, seconds: float, wanted: str) -> list[str]:
     with step(f"the same with {sentences.COMPARED} and in bf16"):
         plain = _one_scheme(source, sentences.COMPARED, {}, expected)
         half = sentences.quality(source.embed(models["", "bf16"], lines), expected)
-    CONSOLE.print(quality_table(outcomes, plain, half, len(lines)), kernel_table(models))
+    CONSOLE.print(quality_table(outcomes, plain, half, len(lines)))
+    if not source.whole:
+        CONSOLE.print(kernel_table(models))
     times, taken = {}, []
     for batch in sentences.BATCHES:
         with step(f"measuring latencies of batches of {batch}"):
@@ -96,7 +99,11 @@ def _sentences(device: torch.device, seconds: float, wanted: str) -> list[str]:
     CONSOLE.print(latency_table(times))
     if busy.warning(max(taken)):
         CONSOLE.print(f"[bold yellow]{busy.warning(max(taken))}[/]", soft_wrap=True)
-    return [*check_sentences(outcomes), *check_served(models, wanted)]
+    if not source.whole:
+        return [*check_sentences(outcomes), *check_served(models, backend or device.type)]
+    programs = {name: model for name, model in models.items() if isinstance(model, WholeProgram)}
+    CONSOLE.print(program_table(programs))
+    return [*check_sentences(outcomes), *check_programs(programs)]
 
 
 def _one_scheme(
@@ -105,9 +112,9 @@ def _one_scheme(
     """Take one scheme from the float model through a checkpoint; adds to ``models``."""
     with tempfile.TemporaryDirectory(prefix="qcore-demo-") as folder:
         model, size_ratio = sentences.roundtrip(source, scheme, Path(folder))
-    models[scheme, "float32"] = model
-    models[scheme, "bf16"] = copy.deepcopy(model).to(torch.bfloat16)
-    found = sentences.quality(source.embed(model, sentences.read_sentences()), expected)
+    models[scheme, "float32"] = source.ready(model)
+    models[scheme, "bf16"] = source.ready(copy.deepcopy(model).to(torch.bfloat16))
+    found = sentences.quality(source.embed(models[scheme, "float32"], sentences.read_sentences()), expected)
     return sentences.Outcome(scheme, size_ratio, found, sentences.left_in_float(model))
 
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 import qcore
+from qcore import graphs
 
 if TYPE_CHECKING:
     from digits import Accuracy
     from language import Written
+    from programs import WholeProgram
     from sentences import Outcome
 
 # Mean cosine to the float32 embedding. At 8 bits every single sentence is held to it as well; at 4 bits one short
@@ -23,6 +25,8 @@ PERPLEXITY = {"w8a16": 1.02, "w4a16-g32-asym": 1.4}
 """Of the language model, at most, as a ratio to that of the float model."""
 FILE_SIZE = {"w8a16": 0.55, "w4a16-g32-asym": 0.42}
 """Likewise for its file. In so small a model the table of tokens is a fifth of the weights."""
+COMPILATIONS = 10
+"""Of XLA, at most, for one sentence model in one dtype: one for each size that batches are padded to, and to spare."""
 DIGITS_ACCURACY = 0.97
 DIGITS_LOSS = 0.005
 
@@ -46,6 +50,23 @@ def check_served(models: Mapping[tuple[str, str], nn.Module], wanted: str) -> It
         slow = [layer.name for layer in qcore.report(model).by_state("quantized") if layer.plugin == "torch"]
         if slow and wanted in plugins:
             yield f"{scheme} in {dtype}: {len(slow)} layers are served by plain torch ops, such as {slow[0]}"
+
+
+def check_programs(models: Mapping[tuple[str, str], WholeProgram]) -> Iterator[str]:
+    """Every model that XLA compiled too often, or not as a whole, in words."""
+    for (scheme, dtype), model in models.items():
+        name = f"{scheme or 'not quantized'} in {dtype}"
+        if not 0 < model.compilations <= COMPILATIONS:
+            yield f"{name}: XLA compiled {model.compilations} times, expected 1 to {COMPILATIONS}"
+        yield from (f"{name}: {line}" for line in check_whole(graphs.explain(model)))
+
+
+def check_whole(found: graphs.Explanation) -> Iterator[str]:
+    """What of a compiled model the device does not run, in words."""
+    for one in found.refused:
+        yield f"the whole model runs in torch: {one}"
+    for node in found.host:
+        yield f"a node of the whole model stays on the host: {node}"
 
 
 def check_digits(results: Iterable[Accuracy]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from steps import CONSOLE, step
 with step("importing torch and transformers"):
     import torch
     from busy import share_taken, warning
-    from expectations import check_language
+    from expectations import check_language, check_whole
     from tables import language_table
     from timing import medians
     from torch import Tensor, nn
@@ -163,7 +163,7 @@ def _whole(file: Path) -> list[str]:
         f"program per token; the first {found.same} of {NEW_TOKENS} tokens are the same",
         soft_wrap=True,
     )
-    return list(found.missed())
+    return list(check_whole(found.report))
 
 
 def _roundtrip(source: LanguageModel, scheme: str) -> tuple[Any, int]:

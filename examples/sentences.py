@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from programs import WholeProgram
 from timing import medians
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
@@ -53,10 +54,13 @@ class Outcome:
 
 
 class SentenceModel:
-    """The tokenizer, the float model and the embedding rule of MiniLM-L6. ``device``: where quantized models run."""
+    """The tokenizer, the float model and the embedding rule of MiniLM-L6.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    ``device``: where quantized models run; ``whole``: as whole programs of XLA instead of layer by layer.
+    """
+
+    def __init__(self, device: torch.device, whole: bool = False) -> None:
+        self.device, self.whole = device, whole
         logging.disable_progress_bar()
         self.folder = _model_folder()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
@@ -69,6 +73,11 @@ class SentenceModel:
     def trained(self) -> nn.Module:
         """The float32 model."""
         return AutoModel.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    def ready(self, model: nn.Module) -> nn.Module:
+        """The model as it is to run, on the device."""
+        model = model.to(self.device)
+        return WholeProgram(model) if self.whole else model
 
     def fresh(self) -> nn.Module:
         """The same architecture with random weights: everything it knows later comes from a checkpoint."""
@@ -106,7 +115,7 @@ def _lines(name: str) -> list[str]:
 
 
 def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Module, float]:
-    """Quantize a copy of the model, save it, load it into a fresh one: that on the device, and its size to float32.
+    """Quantize a copy of the model, save it, load it into a fresh one: that, and its size to float32.
 
     The checkpoint is neutral: it is made on the CPU, and packed for the device that the fresh model goes to.
     """
@@ -117,7 +126,7 @@ def roundtrip(source: SentenceModel, scheme: str, folder: Path) -> tuple[nn.Modu
     qcore.save(model, path)
     fresh = source.fresh()
     qcore.load_(fresh, path)
-    return fresh.to(source.device), path.stat().st_size / source.file.stat().st_size
+    return fresh, path.stat().st_size / source.file.stat().st_size
 
 
 def neighbours(embeddings: Tensor) -> Tensor:

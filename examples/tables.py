@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from programs import WholeProgram
 from rich.table import Table
 from sentences import DTYPES, TOP, Outcome, Quality, served_by
 from torch import nn
+
+from qcore import graphs
 
 if TYPE_CHECKING:
     from digits import Accuracy
@@ -48,6 +51,23 @@ def kernel_table(models: Mapping[tuple[str, str], nn.Module]) -> Table:
     for (scheme, dtype), model in models.items():
         if scheme:
             table.add_row(scheme, dtype, served_by(model))
+    return table
+
+
+def program_table(models: Mapping[tuple[str, str], WholeProgram]) -> Table:
+    """How many programs XLA runs the models in, keyed by scheme and dtype, and what it compiled for them."""
+    table = Table(
+        title="whole programs, from qcore.graphs.explain(model)",
+        caption="programs: one for each size that batches are padded to; compilations: of XLA, all in all",
+    )
+    for name in ("scheme", "computes in"):
+        table.add_column(name)
+    for name in ("programs", "nodes in torch", "compilations"):
+        table.add_column(name, justify="right")
+    for (scheme, dtype), model in models.items():
+        found = graphs.explain(model)
+        cells = (str(count) for count in (found.submissions, len(found.host), model.compilations))
+        table.add_row(scheme or "not quantized", dtype, *cells, style="" if scheme else "dim")
     return table
 
 

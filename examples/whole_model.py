@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,7 @@ class Compared:
     layers: float
     whole: float
     same: int
-    report: Any
-
-    def missed(self) -> Iterator[str]:
-        """What is not as expected, in words."""
-        for one in self.report.refused:
-            yield f"the whole model runs in torch: {one}"
-        for one in self.report.host:
-            yield f"a node of the whole model stays on the host: {one}"
+    report: graphs.Explanation
 
 
 def compare(model: Any, ids: Tensor, new: int) -> Compared:
