@@ -123,7 +123,7 @@ class Program:
         self._updates = [(i, part.updates[i]) for i in self._states]
         self._returned = part.returned
         self._dtypes = [part.outputs[i].meta["val"].dtype for i in part.returned]
-        self.jitted = jax.jit(self._whole, donate_argnums=0)
+        self.jitted: Any = jax.jit(self._whole, donate_argnums=0)
         self._compiled = False
         self._known: _Known | None = None
         self._inbox = Inbox()
