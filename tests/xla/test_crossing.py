@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qcore_xla.graphs import crossing
+from qcore_xla.engines import crossing
 
 LIMIT = 1 << 31
 
