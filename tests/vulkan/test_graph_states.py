@@ -12,7 +12,7 @@ from torch import nn
 
 import qcore
 from qcore import graphs
-from qcore_vulkan.graphs import states
+from qcore_vulkan.graphs import program, states
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -203,3 +203,57 @@ def test_caches_that_are_replaced_are_freed(device):
         gc.collect()
         sizes.append(device.stats().buffers)
     assert sizes[-1] == sizes[1]
+
+
+class _Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, place, cache):
+        cache.index_copy_(1, place, self.layer(x)[:, None])
+        return cache.sum(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("within", ["fit_each", "a new stamp"])
+def test_a_cache_may_die_during_a_call(within, monkeypatch):
+    class Cycle:
+        """What only the garbage collector frees."""
+
+    compiled = torch.compile(_Cached().eval(), backend=qcore_vulkan, fullgraph=True)
+    x, place = torch.randn(2, 4), torch.tensor([0])
+    first, old, last = (torch.zeros(2, 8, 4) for _ in range(3))
+    for cache in (first, old, last):
+        compiled(x, place, cache)
+    expected = compiled(x, place, last)
+    ring = Cycle()
+    ring.ring, ring.old = ring, old
+    gc.disable()
+    try:
+        if within == "a new stamp":
+            del first, cache  # what was seen is forgotten, so that the next call makes a new stamp
+        del old, ring
+        _collect_within(within, monkeypatch)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x, place, last), expected)
+    finally:
+        gc.enable()
+
+
+def _collect_within(place, monkeypatch):
+    plain = program.Stamp
+
+    class Collecting(plain):
+        def __init__(self, *tensors):
+            super().__init__(*tensors)
+            if place == "a new stamp" and tensors:
+                gc.collect()
+
+        @staticmethod
+        def fit_each(stamps, tensors):
+            if place == "fit_each":
+                gc.collect()
+            return plain.fit_each(stamps, tensors)
+
+    monkeypatch.setattr(program, "Stamp", Collecting)

@@ -77,10 +77,12 @@ def test_a_program_that_returns_integers_raises_at_once():
         compiled(torch.tensor([[1 << 12]]), torch.tensor([0]))
 
 
-def test_notes_are_raised_once():
+def test_each_note_is_raised_once():
     device = torch.device("cpu")
-    late = notes.LateNotes(device)
-    late.take(torch.tensor([False, True]))
+    for noted in ([False, True], [False, False], [True, False]):
+        notes.note_late(device, torch.tensor(noted))
     with pytest.raises(OverflowError, match=r"32 bits(.|\n)*earlier call"):
+        notes.raise_late(device)
+    with pytest.raises(IndexError, match=r"out of range(.|\n)*earlier call"):
         notes.raise_late(device)
     notes.raise_late(device)

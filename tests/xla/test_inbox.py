@@ -1,9 +1,12 @@
 """The places of a program's small arguments: here on the CPU, where programs do without."""
 
+import threading
+
 import pytest
 import torch
 
 from qcore_xla.engines import inbox
+from qcore_xla.engines import jax as engine
 from qcore_xla.engines.crossing import joined
 
 
@@ -49,4 +52,41 @@ def test_the_oldest_places_are_given_up(waits):
     for n in range(1, 200):
         assert boxes.arrays([torch.full((n,), float(n))])[0].tolist() == [n] * n
     assert len(boxes._known) == inbox._MOST
+    assert waits
+
+
+def test_a_layer_is_called_from_several_threads(waits, monkeypatch):
+    monkeypatch.setattr(engine, "_on_gpu", lambda tensors: engine._inboxes().arrays(tensors))
+    own, weight, wrong = engine.JaxEngine(), torch.randn(16, 16), []
+
+    def product(x, w, form):
+        return x @ w.T
+
+    def work(seed):
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            x = torch.randn(int(torch.randint(1, 9, (), generator=draw)), 16, generator=draw)
+            y = own._run_on_gpu(product, None, [x, weight], (0,))
+            if not torch.allclose(y, x @ weight.T, atol=1e-4):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert waits
+
+
+def test_an_error_frees_the_places(waits, monkeypatch):
+    monkeypatch.setattr(engine, "_on_gpu", lambda tensors: engine._inboxes().arrays(tensors))
+    own, x = engine.JaxEngine(), torch.ones(2, 4)
+
+    def fails(x, form):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        own._run_on_gpu(fails, None, [x], (0,))
+    assert own._run_on_gpu(lambda x, form: x + 1, None, [x], (0,)).tolist() == [[2.0] * 4] * 2
     assert waits

@@ -76,10 +76,7 @@ def test_a_query_that_sees_nothing_gives_nan_as_in_torch():
 
 def test_ops_that_are_not_core_are_decomposed():
     torch.manual_seed(3)
-    grid = torch.rand(2, 5, 6, 2) * 2.6 - 1.3
-    names = check(lambda x: nn.functional.grid_sample(x, grid, align_corners=False), torch.randn(2, 4, 9, 7))
-    assert "grid_sampler_2d" not in names
-    names = check(lambda x: torch.dist(x, x + 1) + torch.ldexp(x, torch.tensor(3)), torch.randn(5))
-    assert not {"dist", "ldexp"} & set(names)
+    names = check(lambda x: torch.dist(x, x + 1), torch.randn(5))
+    assert "dist" not in names
     names = check(lambda x: torch.addmv(x[0], x, x[1], beta=2, alpha=3), torch.randn(5, 5))
     assert "addmv" not in names

@@ -28,7 +28,7 @@ def test_device_copies_follow_writes_and_die_with_their_tensor():
     assert len(resident) == 1
 
 
-def test_stamps_of_several_tensors_are_looked_at_and_renewed_together():
+def test_stamps_are_looked_at_and_renewed_together():
     tensors = [torch.zeros(2), torch.ones(3, dtype=torch.int64)]
     stamps = [Stamp(tensor) for tensor in tensors]
     assert Stamp.fit_each(stamps, tensors)

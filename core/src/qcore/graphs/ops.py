@@ -70,8 +70,12 @@ KEPT = (
 )  # fmt: skip
 """ATen ops of the list for which torch has decompositions that are not applied."""
 
-MORE = ("addmv", "dist", "grid_sampler_2d", "ldexp")
-"""Ops outside of the core ATen ops that torch's decompositions take apart as well."""
+MORE = ("addmv", "dist")
+"""Ops outside of the core ATen ops that torch's decompositions take apart as well.
+
+Not ``grid_sampler_2d``, whose decomposition makes integers of coordinates that are NaN, infinite or beyond 64 bits, nor
+``ldexp``, whose power of two overflows before it is multiplied.
+"""
 
 
 @lru_cache(maxsize=1)

@@ -78,6 +78,8 @@ def choose(module: fx.GraphModule) -> None:
         if any(accumulate) or len(at) != 1 or indices[at[0]].meta["val"].dtype != torch.bool:
             continue
         mask = indices[at[0]]
+        if mask.meta["val"].device != x.meta["val"].device:
+            continue
         covered = mask.meta["val"].dim()
         after = x.meta["val"].dim() - at[0] - covered
         shape = _around(values.meta["val"].shape, covered, after)

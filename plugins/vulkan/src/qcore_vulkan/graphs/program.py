@@ -30,8 +30,8 @@ from .rules import rule_of
 from .sentinels import StaleValuesError
 from .states import State
 
-_Seen = tuple[list[int], Stamp]
-"""Identities and versions of tensors when they were last seen; their ends are watched."""
+_Seen = tuple[list[int], Stamp, list[Given]]
+"""Identities and versions of tensors when they were last seen, and what the inputs were; their ends are watched."""
 
 
 class Program:
@@ -54,10 +54,9 @@ class Program:
         self._copied: dict[int, State] = {}
         self._refresh = states.Refresher()
         self._held: _Held | None = None
-        self._seen: _Seen = [], Stamp()
+        self._seen: _Seen | None = None
         self._last: tuple[Device, list[Given], Recorded] | None = None
         self._watched: dict[int, weakref.ref[Tensor]] = {}
-        self._given: list[Given] = [None] * len(roles)
         self._recorded: Programs[tuple[int, ...], Recorded] = Programs()
         self._lock = threading.Lock()
         self._first()
@@ -100,7 +99,8 @@ class Program:
         given = self._fixed_inputs(values)
         device = self._device(given)
         tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
-        held = self._held.states if self._held is not None and self._held.fits(device, tensors) else None
+        last = self._held  # read once, as above
+        held = last.states if last is not None and last.fits(device, tensors) else None
         if held is None:
             stale: list[states.Stale] = []
             held = [self._state(device, i, tensor, stale) for i, tensor in zip(self._states, tensors, strict=True)]
@@ -118,18 +118,18 @@ class Program:
         """Weights, parameters and buffers: those of the last call if the tensors are the same."""
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
         known = [*map(id, tensors)]
-        same = known == self._seen[0] and self._seen[1].fits(*tensors)
-        if not same or states.are_among(known):
+        seen = self._seen  # read once: the end of a tensor may take it away at any time
+        if not _is_same(seen, known, tensors) or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-            same = known == self._seen[0] and self._seen[1].fits(*tensors)
-        if not same or (self._fixed and self._device(self._given).lost):
-            self._seen = [], Stamp()
-            self._given = self._place(tensors, len(values))
-            for tensor in tensors:
-                self._watch(tensor)
-            self._seen = known, Stamp(*tensors)
-        return [*self._given]
+        if seen is not None and _is_same(seen, known, tensors) and not (self._fixed and self._device(seen[2]).lost):
+            return [*seen[2]]
+        self._seen = None
+        given = self._place(tensors, len(values))
+        for tensor in tensors:
+            self._watch(tensor)
+        self._seen = known, Stamp(*tensors), given
+        return [*given]
 
     def _watch(self, tensor: Tensor) -> None:
         """Let the end of a tensor be that of the programs: they hold its memory on the device."""
@@ -166,9 +166,10 @@ class Program:
         return kept
 
     def _program(self, device: Device, given: list[Given]) -> Recorded:
-        if self._last is None or self._last[0] is not device or self._last[1] != given:
-            self._last = device, given, self._recorded_for(device, given)
-        return self._last[2]
+        last = self._last
+        if last is None or last[0] is not device or last[1] != given:
+            last = self._last = device, given, self._recorded_for(device, given)
+        return last[2]
 
     def _recorded_for(self, device: Device, given: Sequence[Given]) -> Recorded:
         key = tuple(id(one) for one in (device, *given))
@@ -186,6 +187,11 @@ class Program:
             }
             self._uploaded = device, made
         return self._uploaded[1]
+
+
+def _is_same(seen: _Seen | None, known: list[int], tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of these identities are those that were seen last, and have not changed."""
+    return seen is not None and known == seen[0] and seen[1].fits(*tensors)
 
 
 class _Held(NamedTuple):
@@ -216,8 +222,7 @@ def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:
     found = program()
     if found is not None:
         found._watched.pop(key, None)  # noqa: SLF001 - a method would keep the program alive
-        found._seen = [], Stamp()  # noqa: SLF001
+        found._seen = None  # noqa: SLF001
         found._last = found._held = None  # noqa: SLF001
-        found._given = [None] * len(found._given)  # noqa: SLF001
         found._recorded.clear()  # noqa: SLF001
         found._refresh.clear()  # noqa: SLF001

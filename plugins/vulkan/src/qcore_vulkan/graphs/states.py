@@ -85,7 +85,7 @@ class State:
 
 
 def take_each(held: list[State], tensors: list[Tensor], words: list[Tensor]) -> None:
-    """The same for several states at once."""
+    """`State.take` for several states at once."""
     if held:
         with torch.no_grad():
             torch._foreach_copy_(tensors, words)

@@ -38,6 +38,8 @@ class Inbox:
             stream = torch.cuda.current_stream(device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
+                for place in self._places:
+                    place.record_stream(stream)
             self._stream = stream
         if not self._arrays:
             if any(tensor.nbytes > LARGEST for tensor in tensors):
@@ -62,13 +64,14 @@ class Inboxes:
         The caller holds a lock until torch's stream waits for the result.
         """
         key = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
-        found = self._known.get(key)
+        found = self._known.pop(key, None)
         if found is None:
             if any(tensor.nbytes > _OF_A_LAYER or tensor.dtype == torch.int64 for tensor in tensors):
                 return None
             while len(self._known) >= _MOST:
                 del self._known[next(iter(self._known))]
-            found = self._known[key] = Inbox()
+            found = Inbox()
+        self._known[key] = found  # as the last one: the first are those that were not used for longest
         return found.arrays(tensors)
 
 

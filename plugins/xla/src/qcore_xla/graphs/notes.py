@@ -1,12 +1,13 @@
 """What programs note while they run: indices out of range, and integers that need more than 32 bits.
 
 On CPUs, and for programs without states, the call that met them raises. A decode step on a GPU does not wait for that:
-its results are NaN, and the next call of any program on the device raises, as an assertion of a device does.
+its results are NaN, and the next call of any program on the device raises.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 from jax import Array
@@ -30,42 +31,49 @@ def check(noted: Tensor, suffix: str = "") -> None:
         )
 
 
-class LateNotes:
-    """The notes of one program that nobody has waited for yet: those of one call, as its calls follow each other."""
+class _Note(NamedTuple):
+    """What one call has noted, on its way to the host.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._here: Tensor | None = None
-        self._written: torch.cuda.Event | None = None
+    **Fields:** ``there``: kept until it has been copied ``here``; ``written``: when it has been, None on a CPU.
+    """
 
-    def take(self, bad: Array) -> None:
-        """Queue the copy of a program's notes to the host; `raise_late` looks at them."""
-        there = from_dlpack(bad)
-        if self._here is None:
-            with torch.inference_mode(False):  # later calls may write to it outside of it
-                self._here = torch.empty(2, dtype=torch.bool, pin_memory=there.is_cuda)
-                self._written = torch.cuda.Event() if there.is_cuda else None  # type: ignore[no-untyped-call]
-        self._here.copy_(there, non_blocking=True)
-        if self._written is not None:
-            self._written.record(torch.cuda.current_stream(there.device))
-        with _lock:
-            _taken.setdefault(self._device, []).append(self)
+    there: Tensor
+    here: Tensor
+    written: torch.cuda.Event | None
 
-    def read(self) -> None:
-        """Wait for the notes and raise what they say."""
-        if self._written is not None:
-            self._written.synchronize()
-        if self._here is not None:
-            check(self._here, _EARLIER.format(self._device))
+    def raise_it(self, device: torch.device) -> None:
+        """Wait for the note, and raise what it says."""
+        try:
+            if self.written is not None:
+                self.written.synchronize()
+        finally:  # a GPU that fails, as by an assertion about the NaN, has mostly written the note before
+            check(self.here, _EARLIER.format(device))
+
+
+def note_late(device: torch.device, bad: Array) -> None:
+    """Queue the copy of a program's notes to the host; `raise_late` looks at them."""
+    there = from_dlpack(bad)
+    with torch.inference_mode(False):
+        here = torch.zeros(2, dtype=torch.bool, pin_memory=there.is_cuda)
+    here.copy_(there, non_blocking=True)
+    written = None
+    if there.is_cuda:
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        written.record(torch.cuda.current_stream(there.device))
+    with _lock:
+        _taken.setdefault(device, []).append(_Note(there, here, written))
 
 
 def raise_late(device: torch.device) -> None:
-    """Raise what earlier calls on a device have noted, once."""
-    with _lock:
-        found = _taken.pop(device, [])
-    for notes in found:
-        notes.read()
+    """Raise what earlier calls on a device have noted, each note once."""
+    while True:
+        with _lock:
+            queue = _taken.get(device)
+            if not queue:
+                return
+            first = queue.pop(0)
+        first.raise_it(device)
 
 
-_taken: dict[torch.device, list[LateNotes]] = {}
+_taken: dict[torch.device, list[_Note]] = {}
 _lock = threading.Lock()

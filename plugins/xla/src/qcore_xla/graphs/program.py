@@ -33,7 +33,7 @@ from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
 from .meshes import MeshCut, Placement, cuts_of, gathered_here, placed
-from .notes import LATE, LateNotes, check, raise_late
+from .notes import LATE, check, note_late, raise_late
 from .quantized import Arrays, Layer
 from .states import States
 
@@ -128,8 +128,7 @@ class Program:
         self._known: _Known | None = None
         self._inbox = Inbox()
         floats = bool(self._dtypes) and all(dtype.is_floating_point for dtype in self._dtypes)
-        late = self._platform in LATE and floats and self._states and self.placement.whole is None
-        self._notes = LateNotes(self._device) if late else None
+        self._late = self._platform in LATE and floats and bool(self._states) and self.placement.whole is None
         self._lock = threading.Lock()
 
     def _in_pairs(self, part: GraphPart) -> set[int]:
@@ -164,12 +163,12 @@ class Program:
         states = [parted(outputs[to]) if i in self._pairs else outputs[to] for i, to in self._updates]
         updates = [_kept(y, at) for y, at in zip(states, self._state_places, strict=True)]
         returned = [outputs[i] for i in self._returned]
-        if self._notes is not None and bad is not None:
+        if self._late and bad is not None:
             returned = [jnp.where(jnp.any(bad), jnp.nan, y) for y in returned]
         return [_kept(y, self.placement.whole) for y in returned], updates, bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
-        """Run the program, and wait for it."""
+        """Run the program; on a GPU torch's current stream waits for it."""
         if environment.forked:
             raise PluginError(
                 "this process was forked from one that had used JAX, and JAX does not work after a fork.\n"
@@ -199,8 +198,8 @@ class Program:
                 self._copy_back(values[i], array)
             else:
                 state.replace(array, values[i])
-        if bad is not None and self._notes is not None:
-            self._notes.take(bad)
+        if bad is not None and self._late:
+            note_late(self._device, bad)
         elif bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
             on_gpu = self._platform == "cuda" and whole is None
