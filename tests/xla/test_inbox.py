@@ -1,6 +1,6 @@
 """The places of a program's small arguments: here on the CPU, where programs do without."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,11 +70,8 @@ def test_a_layer_is_called_from_several_threads(waits, monkeypatch):
             if not torch.allclose(y, x @ weight.T, atol=1e-4):
                 wrong.append(x)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not wrong
     assert waits
 

@@ -163,7 +163,8 @@ def _fresh(tensor: Any) -> Any:
 
 def _on_gpu(tensors: Sequence[Tensor]) -> list[Any]:
     """Arrays for one call: small tensors are copied to places that JAX knows."""
-    found = _inboxes().arrays(tensors) if all(tensor.is_cuda for tensor in tensors) else None
+    on_gpu = bool(tensors) and all(tensor.is_cuda for tensor in tensors)
+    found = _inboxes().arrays(tensors) if on_gpu else None
     return [_fresh(tensor) for tensor in tensors] if found is None else found
 
 
