@@ -119,10 +119,12 @@ class Program:
         tensors: list[Tensor] = [values[i] for i in self._fixed]  # type: ignore[misc]
         known = [*map(id, tensors)]
         seen = self._seen  # read once: the end of a tensor may take it away at any time
-        if not _is_same(seen, known, tensors) or states.are_among(known):
+        same = _is_same(seen, known, tensors)
+        if not same or states.are_among(known):
             for tensor in tensors:
                 states.current(tensor)  # another graph may have written it
-        if seen is not None and _is_same(seen, known, tensors) and not (self._fixed and self._device(seen[2]).lost):
+            same = _is_same(seen, known, tensors)
+        if seen is not None and same and not (self._fixed and self._device(seen[2]).lost):
             return [*seen[2]]
         self._seen = None
         given = self._place(tensors, len(values))

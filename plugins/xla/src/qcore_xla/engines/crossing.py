@@ -8,7 +8,7 @@ the program looks itself, and notes what does not (`joined`).
 torch's current stream, and with it the whole program for all that torch has queued there, writes to states included
 (`wait_for_torch` does the same for a call without a fresh tensor). `torch.from_dlpack` of a result lets torch's
 stream wait for the whole program, and with it all that torch does afterwards, reads of states included. The host
-waits for neither, but does for torch's stream where arguments are copied to an `inbox`.
+waits for neither, but does for torch's stream if arguments are copied to an `inbox`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class _Note(NamedTuple):
 def note_late(device: torch.device, bad: Array) -> None:
     """Queue the copy of a program's notes to the host; `raise_late` looks at them."""
     there = from_dlpack(bad)
-    with torch.inference_mode(False):
-        here = torch.zeros(2, dtype=torch.bool, pin_memory=there.is_cuda)
+    here = torch.zeros(2, dtype=torch.bool, pin_memory=there.is_cuda)
     here.copy_(there, non_blocking=True)
     written = None
     if there.is_cuda:
