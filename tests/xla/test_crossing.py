@@ -1,5 +1,7 @@
 """How values cross between torch and programs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -67,3 +69,16 @@ class Capsule:
 def test_numbers_of_device_types_are_those_of_dlpack():
     kinds = torch.utils.dlpack.DLDeviceType
     assert (kinds.kDLCUDA, kinds.kDLROCM) == (crossing._CUDA, crossing._ROCM)
+
+
+@pytest.mark.parametrize(("pointer", "passed"), [(4096, 4096), (0, 1)])
+def test_the_stream_of_torch_waits_for_a_result(monkeypatch, pointer, passed):
+    class Result:
+        def __dlpack__(self, *, stream):
+            assert stream == passed
+            return torch.utils.dlpack.to_dlpack(torch.arange(3))
+
+    device = torch.device("cuda", 1)
+    streams = {device: SimpleNamespace(cuda_stream=pointer)}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    assert crossing.tensor_of(Result(), device).tolist() == [0, 1, 2]

@@ -1,9 +1,11 @@
 """The places of a program's small arguments: here on the CPU, where programs do without."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from qcore_xla.engines import inbox
 from qcore_xla.engines import jax as engine
@@ -13,7 +15,7 @@ from qcore_xla.engines.crossing import joined
 @pytest.fixture
 def waits(monkeypatch):
     found = []
-    monkeypatch.setattr(inbox, "wait_for_torch", found.append)
+    monkeypatch.setattr(inbox, "wait_for_torch", lambda device, stream: found.append(device))
     return found
 
 
@@ -55,8 +57,15 @@ def test_the_oldest_places_are_given_up(waits):
     assert waits
 
 
-def test_a_layer_is_called_from_several_threads(waits, monkeypatch):
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(engine, "_on_gpu", lambda tensors: engine._inboxes().arrays(tensors))
+    own = SimpleNamespace(tensor_of=lambda array, device: from_dlpack(array))
+    monkeypatch.setattr(engine, "_crossing", lambda: own)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_layer_is_called_from_several_threads(waits):
     own, weight, wrong = engine.JaxEngine(), torch.randn(16, 16), []
 
     def product(x, w, form):
@@ -76,8 +85,8 @@ def test_a_layer_is_called_from_several_threads(waits, monkeypatch):
     assert waits
 
 
-def test_an_error_frees_the_places(waits, monkeypatch):
-    monkeypatch.setattr(engine, "_on_gpu", lambda tensors: engine._inboxes().arrays(tensors))
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_error_frees_the_places(waits):
     own, x = engine.JaxEngine(), torch.ones(2, 4)
 
     def fails(x, form):

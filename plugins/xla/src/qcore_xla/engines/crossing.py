@@ -6,9 +6,9 @@ the program looks itself, and notes what does not (`joined`).
 
 **Streams.** JAX runs programs on a stream of its own, behind torch's back. `jax.dlpack.from_dlpack` lets it wait for
 torch's current stream, and with it the whole program for all that torch has queued there, writes to states included
-(`wait_for_torch` does the same for a call without a fresh tensor). `torch.from_dlpack` of a result lets torch's
-stream wait for the whole program, and with it all that torch does afterwards, reads of states included. The host
-waits for neither, but does for torch's stream if arguments are copied to an `inbox`.
+(`wait_for_torch` does the same for a call without a fresh tensor). `tensor_of` a result lets torch's stream wait for
+the whole program, and with it all that torch does afterwards, reads of states included. The host waits for neither,
+but does for torch's stream if arguments are copied to an `inbox`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import torch
 from jax import Array, lax
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 _ALIGNED = 16
 """Bytes to which XLA's kernels for GPUs expect arguments to be aligned."""
@@ -75,6 +75,19 @@ class _OnGpu:
         return to_dlpack(self._tensor)
 
 
+def tensor_of(array: Array, device: torch.device) -> Tensor:
+    """The tensor of a result on the GPU ``device``, whose current stream waits for the program that computes it.
+
+    `torch.from_dlpack` of the array itself asks the array for its device, and torch for the stream by the name of that
+    device, which takes most of its time.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    pointer = stream or (0 if torch.version.hip else _DEFAULT_STREAM)
+    return from_dlpack(array.__dlpack__(stream=pointer))  # type: ignore[call-arg]
+
+
+_DEFAULT_STREAM = 1
+"""What DLPack passes for CUDA's default stream, whose pointer is 0."""
 _CUDA, _ROCM = 2, 10
 """DLPack's numbers."""
 _NO_POINTERS = (None, -1, 0, 1, 2)
@@ -107,6 +120,6 @@ def parted(values: Array) -> Array:
     return jnp.where(lax.broadcasted_iota(jnp.int32, pair.shape, values.ndim) == _LOW, pair, high)
 
 
-def wait_for_torch(device: torch.device) -> None:
-    """Let the host wait for torch's stream on a GPU."""
-    torch.cuda.current_stream(device).synchronize()
+def wait_for_torch(device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Let the host wait for torch's current stream on a GPU: ``stream``, if it is known already."""
+    (stream or torch.cuda.current_stream(device)).synchronize()

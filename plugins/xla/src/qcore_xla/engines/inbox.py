@@ -33,7 +33,7 @@ class Inbox:
         The same arrays each time: torch's stream has waited for the program that read them last, whose results it got.
         The host waits for torch's current stream, and so for all that torch has written so far.
         """
-        device = tensors[0].device
+        device, stream = tensors[0].device, None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             if self._stream is not None and stream != self._stream:
@@ -48,7 +48,7 @@ class Inbox:
                 self._places = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors]
             self._arrays = [array_of_bytes(place) for place in self._places]
         torch._foreach_copy_(self._places, [tensor.detach() for tensor in tensors])
-        wait_for_torch(device)
+        wait_for_torch(device, stream)
         return self._arrays
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from qcore import PluginError
 
@@ -85,7 +84,8 @@ class JaxEngine:
         with self._lock:  # of the places of fresh arguments
             for i, array in zip(own, _on_gpu([tensors[i] for i in own]), strict=True):
                 arrays[i] = array
-            return from_dlpack(jitted(function, form)(*arrays))  # makes torch's stream wait for it
+            y: Tensor = _crossing().tensor_of(jitted(function, form)(*arrays), tensors[0].device)
+            return y
 
 
 _SMALL = 1 << 15
@@ -98,7 +98,7 @@ def device_of(tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     if first is None or not first.is_cuda:
         return contextlib.nullcontext()
     _start_on_gpus()
-    return torch.cuda.device(first.device)
+    return contextlib.nullcontext() if _only_gpu() else torch.cuda.device(first.device)
 
 
 @contextlib.contextmanager
@@ -110,6 +110,11 @@ def alone_on(device: torch.device) -> Iterator[None]:
         own = jax.devices("gpu" if device.type == "cuda" else "cpu")[device.index or 0]
         with jax.default_device(own):
             yield
+
+
+@lru_cache(maxsize=1)
+def _only_gpu() -> bool:
+    return torch.cuda.device_count() == 1
 
 
 @lru_cache(maxsize=1)
@@ -166,6 +171,13 @@ def _on_gpu(tensors: Sequence[Tensor]) -> list[Any]:
     on_gpu = bool(tensors) and all(tensor.is_cuda for tensor in tensors)
     found = _inboxes().arrays(tensors) if on_gpu else None
     return [_fresh(tensor) for tensor in tensors] if found is None else found
+
+
+@lru_cache(maxsize=1)
+def _crossing() -> Any:
+    from . import crossing  # which imports JAX
+
+    return crossing
 
 
 @lru_cache(maxsize=1)

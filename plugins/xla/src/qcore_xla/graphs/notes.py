@@ -14,6 +14,8 @@ from jax import Array
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from ..engines.crossing import tensor_of
+
 LATE = {"cuda"}
 """Platforms on which a note may be read late."""
 _EARLIER = "\nThis was an earlier call of a compiled model on {}; its floating-point results are NaN."
@@ -52,7 +54,7 @@ class _Note(NamedTuple):
 
 def note_late(device: torch.device, bad: Array) -> None:
     """Queue the copy of a program's notes to the host; `raise_late` looks at them."""
-    there = from_dlpack(bad)
+    there = tensor_of(bad, device) if device.type == "cuda" else from_dlpack(bad)
     here = torch.zeros(2, dtype=torch.bool, pin_memory=there.is_cuda)
     here.copy_(there, non_blocking=True)
     written = None

@@ -25,7 +25,7 @@ from qcore import PluginError, QcoreWarning
 from qcore.plugin_api import GraphPart, PartRefused, Resident, Role, Stamp, first_line, weight_of
 
 from .. import environment
-from ..engines.crossing import array_of, array_of_bytes, in_pairs, joined, parted, wait_for_torch
+from ..engines.crossing import array_of, array_of_bytes, in_pairs, joined, parted, tensor_of, wait_for_torch
 from ..engines.inbox import Inbox
 from ..engines.jax import alone_on, device_of, writable
 from ..memo import Memo
@@ -203,7 +203,7 @@ class Program:
         elif bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
             on_gpu = self._platform == "cuda" and whole is None
-            check(from_dlpack(bad) if on_gpu else torch.from_numpy(np.array(bad)))
+            check(tensor_of(bad, self._device) if on_gpu else torch.from_numpy(np.array(bad)))
         return tensors
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -293,7 +293,7 @@ class Program:
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
         y = gathered_here(y, self.placement.whole, self._device)
         if self._platform == "cuda" and self.placement.whole is None:
-            return from_dlpack(y).to(dtype)  # makes torch's stream wait for the program
+            return tensor_of(y, self._device).to(dtype)
         if self._platform == "cuda" or dtype == torch.bfloat16:
             y.block_until_ready()
             return from_dlpack(y).to(dtype)
