@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=640, help="of the static cache")
     parser.add_argument("--no-layers", action="store_true", help="leave out layer by layer")
     parser.add_argument("--skip-guards", action="store_true", help="of torch.compile, once the model is compiled")
+    parser.add_argument("--replay", action="store_true", help="repeat steps by `qcore.graphs.make_replay`")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     prefills = [f"prefill {p}, ms" for p in _numbers(args.prompts)]
@@ -192,6 +193,12 @@ def _decode(call: Callable[..., Any], model: Any, args: argparse.Namespace) -> t
     for _ in range(4):
         ids = _step(call, ids, place, cache)
         place = place + 1
+    if args.replay and call is not model:
+        with torch.no_grad():
+            call = qcore.graphs.make_replay(
+                call, input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True, logits_to_keep=1
+            )
+        ids, place = call.result.logits[:, -1].argmax(-1, keepdim=True), place + 1
     # The model, its weights and its cache stay what they are from here on, which torch would find out at each call.
     with torch.compiler.set_stance(skip_guard_eval_unsafe=args.skip_guards):
         for _ in range(args.tokens):

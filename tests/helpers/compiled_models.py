@@ -20,15 +20,18 @@ SENTENCES = [
 
 
 @torch.no_grad()
-def greedy(call, config, ids, count):
-    """The greedy text after ``ids`` with a static cache."""
+def greedy(call, config, ids, count, replayed=None):
+    """The greedy text after ``ids`` with a static cache; ``replayed``: tokens from that one on are a replay's."""
     cache = transformers.StaticCache(config=config, max_cache_len=96)
     size = config.hidden_size // config.num_attention_heads
     cache.early_initialization(1, config.num_key_value_heads, size, torch.float32, torch.device("cpu"))
     place, text = torch.arange(ids.shape[1]), []
-    for _ in range(count):
-        logits = call(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits[:, -1]
-        ids, place = logits.argmax(-1, keepdim=True), place[-1:] + 1
+    for done in range(count):
+        given = {"input_ids": ids, "past_key_values": cache, "position_ids": place[None], "use_cache": True}
+        if done == replayed:
+            call = graphs.make_replay(call, **given)
+        step = call.result if done == replayed else call(**given)
+        ids, place = step.logits[:, -1].argmax(-1, keepdim=True), place[-1:] + 1
         text.append(int(ids))
     return text
 

@@ -21,6 +21,9 @@ should pad its inputs to a few (`bucket`), as decoders with a static cache do fo
 padding means. Backends may keep programs on disk. A Python float that changes from call to call is a constant of its
 program, too: pass a tensor.
 
+**Replays** (`replaying`). Before each call Dynamo checks that the model is still what was captured; `make_replay`
+returns a function that repeats a call without these checks.
+
 **Inference only.** A call that needs gradients runs in torch, with a `QcoreWarning`; so does a graph that a backend
 fails to compile, and a part that it refuses when it is called (`PartRefused`). `explain` has the reason.
 
@@ -36,6 +39,7 @@ from .explaining import Explanation, HostNode, PartReport, Report, explain
 from .folding import constant_value, is_constant
 from .lengths import bucket
 from .ops import base_name, is_whole
+from .replaying import Replay, make_replay
 from .states import Resident, Stamp, synchronize, version, why_shared
 
 __all__ = [
@@ -47,6 +51,7 @@ __all__ = [
     "Part",
     "PartRefused",
     "PartReport",
+    "Replay",
     "Report",
     "Resident",
     "Role",
@@ -58,6 +63,7 @@ __all__ = [
     "is_constant",
     "is_whole",
     "layers_of",
+    "make_replay",
     "scheme_of",
     "synchronize",
     "torch_compile_backend",

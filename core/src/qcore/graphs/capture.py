@@ -22,6 +22,7 @@ from . import programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .ops import QUANTIZED, decompositions, is_whole
+from .replaying import note_call
 from .rewriting import constants, counters, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
@@ -65,6 +66,11 @@ class Captured:
 
     def __call__(self, *values: Any) -> Any:
         """Run the graph; compiles it first for sizes that it has not met."""
+        results = self._run(values)
+        note_call(self, values, results)
+        return results
+
+    def _run(self, values: Sequence[Any]) -> Any:
         key = tuple([values[i] for i in self._numbers]), tuple([values[i].item() for i in self._scalars])
         program = self._programs.get(key)
         if program is None:

@@ -1,0 +1,230 @@
+"""Calls of a compiled model that are repeated without Dynamo."""
+
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from graph_backends import TorchParts
+from torch import nn
+
+import qcore
+from qcore.graphs import make_replay
+
+
+class Cached(nn.Module):
+    """A quantized layer, and a buffer that it writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+        self.register_buffer("cache", torch.zeros(5, 8))
+        qcore.quantize_(self, "w8a16")
+
+    def forward(self, x, place, scale=1.0):
+        y = self.layer(x) * scale
+        self.cache.index_copy_(0, place, y)
+        return {"y": y, "sums": (self.cache.sum(0), self.cache)}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def twins(kind, *args):
+    torch.manual_seed(0)
+    model = kind(*args).eval()
+    torch.manual_seed(0)
+    return model, kind(*args).eval()
+
+
+def test_a_replay_computes_what_the_model_does():
+    model, other = twins(Cached)
+    compiled = TorchParts().compiled(model)
+    draw, place = (lambda: torch.randn(1, 8)), torch.tensor([0])
+    first = [(draw(), place), (draw(), place + 1)]
+    compiled(*first[0], scale=2.0)
+    replay = make_replay(compiled, *first[1], scale=2.0)
+    expected = [other(*args, scale=2.0) for args in first][-1]
+    torch.testing.assert_close(replay.result["y"], expected["y"])
+    for i in (3, 2, 4):
+        x = draw()
+        found, expected = replay(x, torch.tensor([i]), scale=2.0), other(x, torch.tensor([i]), scale=2.0)
+        torch.testing.assert_close(found["y"], expected["y"])
+        torch.testing.assert_close(found["sums"][0], expected["sums"][0])
+        assert found["sums"][1] is model.cache
+        torch.testing.assert_close(model.cache, other.cache)
+    model.cache.zero_()  # what torch writes is seen
+    x = draw()
+    assert torch.equal(replay(x, place, scale=2.0)["sums"][0], model.cache[0])
+
+
+def test_it_runs_the_graph_alone(monkeypatch):
+    model, _ = twins(Cached)
+    backend = TorchParts()
+    compiled, args = backend.compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    replay = make_replay(compiled, *args)
+    monkeypatch.setattr(Cached, "forward", lambda *_: pytest.fail("the model was called"))
+    replay(*args)
+    assert len(backend.parts) == 1
+
+
+def test_functions_and_methods_have_replays():
+    model, other = twins(Cached)
+    compiled = TorchParts().compiled(model.forward)
+    args = (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    torch.testing.assert_close(make_replay(compiled, *args)(*args)["y"], other(*args)["y"])
+    double = TorchParts().compiled(lambda x: model.layer(x) * 2)
+    double(args[0])
+    assert torch.equal(make_replay(double, args[0])(args[0] + 1), model.layer(args[0] + 1) * 2)
+
+
+@pytest.mark.parametrize(("args", "kwargs", "said"), [
+    ((torch.zeros(2, 8), torch.tensor([1])), {"scale": 2.0}, r"argument 0 .* shape \(1, 8\), torch.float32, on cpu"),
+    ((torch.zeros(1, 8), torch.tensor([1.0])), {"scale": 2.0}, "argument 1 .* torch.int64"),
+    ((torch.zeros(1, 8), 1), {"scale": 2.0}, "argument 1 has to be a tensor"),
+    ((torch.zeros(1, 8), torch.tensor([1])), {"scale": 3.0}, "argument 'scale' is another"),
+    ((torch.zeros(1, 8), torch.tensor([1])), {"scale": 2}, "argument 'scale' is another"),
+    ((torch.zeros(1, 8), torch.tensor([1])), {}, r"had 2 positional arguments and \['scale'\]"),
+    ((torch.zeros(1, 8),), {"scale": 2.0}, "this one has 1"),
+])  # fmt: skip
+def test_other_arguments_are_errors(args, kwargs, said):
+    model, _ = twins(Cached)
+    compiled, own = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*own, scale=2.0)
+    replay = make_replay(compiled, *own, scale=2.0)
+    with pytest.raises(ValueError, match=said):
+        replay(*args, **kwargs)
+
+
+class Counting(Cached):
+    def forward(self, x, place):
+        self.calls += 1
+        return super().forward(x, place)
+
+
+class Growing(Cached):
+    def forward(self, x, place):
+        self.kept = self.layer(x)
+        return self.kept + 1
+
+
+class Broken(Cached):
+    def forward(self, x, place):
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        return self.layer(y)
+
+
+@torch._dynamo.disable
+def in_torch(x):
+    return x + 1
+
+
+class Afterwards(Cached):
+    def forward(self, x, place):
+        return in_torch(super().forward(x, place)["y"])
+
+
+@dataclass
+class Result:
+    y: torch.Tensor
+
+
+class Hidden(Cached):
+    def forward(self, x, place):
+        return Result(self.layer(x) + place)
+
+
+class Unused(Cached):
+    def forward(self, x, place):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    (Counting, r"would not change the model\.calls"), (Growing, r"would not change the model\.kept"),
+    (Broken, "this call ran 2"), (Afterwards, "a tensor that it does not"), (Hidden, "an object of <class.*Result"),
+    (Unused, "does not take argument 1"),
+])  # fmt: skip
+def test_calls_that_do_more_are_refused(kind, said):
+    model, _ = twins(kind)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    for _ in range(3):
+        compiled(*args)
+    with pytest.raises(qcore.UnsupportedError, match=said):
+        make_replay(compiled, *args)
+
+
+def test_what_no_backend_has_compiled_is_refused():
+    model, _ = twins(Cached)
+    with pytest.raises(qcore.UnsupportedError, match="this call ran 0"):
+        make_replay(model, torch.randn(1, 8), torch.tensor([1]))
+
+
+def test_tensors_that_are_made_on_the_way_are_refused():
+    """They would be those of the recorded call for ever."""
+    model, _ = twins(Cached)
+
+    def call(x):
+        return model.layer(in_torch(x) + x)
+
+    compiled, x = TorchParts().compiled(call), torch.randn(1, 8)
+    compiled(x)
+    with pytest.raises(qcore.UnsupportedError, match="makes one of its own before the graph"):
+        make_replay(compiled, x)
+
+
+def test_objects_among_the_arguments_stay_what_they_are():
+    class Cache:
+        def __init__(self):
+            self.keys = torch.zeros(4, 8)
+
+    class Reads(Cached):
+        def forward(self, x, place, cache, pair):
+            cache.keys.index_copy_(0, place, self.layer(x))
+            return cache.keys.sum(0) + pair[0]
+
+    model, other = twins(Reads)
+    compiled, cache, twin, pair = TorchParts().compiled(model), Cache(), Cache(), [torch.ones(8)]
+    args = torch.randn(1, 8), torch.tensor([2])
+    compiled(*args, cache, pair)
+    other(*args, twin, pair)
+    replay = make_replay(compiled, *args, cache, pair)
+    x = torch.randn(1, 8)
+    torch.testing.assert_close(replay(x, torch.tensor([3]), cache, pair), other(x, torch.tensor([3]), twin, pair))
+    with pytest.raises(ValueError, match="argument 2 is another"):
+        replay(*args, twin, pair)
+    pair[0] = torch.zeros(8)
+    with pytest.raises(ValueError, match="argument 3 is another"):
+        replay(*args, cache, pair)
+
+
+def test_a_failed_call_records_nothing():
+    model, _ = twins(Cached)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    with pytest.raises(IndexError):
+        make_replay(compiled, args[0], torch.tensor([9]))
+    make_replay(compiled, *args)
+
+
+def test_snapshots_follow_containers_and_cycles():
+    from qcore.graphs.snapshots import changes, snapshot
+
+    one = types.SimpleNamespace(number=1, parts=[{"a": 2.0}, (True, None)], names={"x"}, tensor=torch.zeros(2))
+    one.itself = one
+    before = snapshot({"one": one})
+    assert not list(changes(before, snapshot({"one": one})))
+    one.tensor.add_(1)  # values are none of its business
+    assert not list(changes(before, snapshot({"one": one})))
+    one.parts[0]["a"], one.names, one.tensor = 3.0, {"x", "y"}, one.tensor.clone()
+    found = set(changes(before, snapshot({"one": one})))
+    assert {"one.parts[0]['a']", "one.tensor"} <= found
+    assert any("names" in path for path in found)
+    one.number = True
+    assert "one.number" in set(changes(before, snapshot({"one": one})))
