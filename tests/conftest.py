@@ -1,6 +1,6 @@
 """What all tests share: a fixture, a quick garbage collector, and the turns of exhaustive tests.
 
-With the variable GRID_TURN=N only a fifth of the tests marked `grid` is left, that of N modulo 5.
+With the variable GRID_TURN=N only a tenth of the tests marked `grid` is left, that of N modulo 10.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zlib
 
 import pytest
 
-TURNS = 5
+TURNS = 10
 
 
 @pytest.fixture

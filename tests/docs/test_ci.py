@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TURNS = range(700, 760)
+TURNS = range(700, 790)
 WITHIN = {
     "--coverage": 3,
-    **{f"grids {part}": 8 for part in range(5)},  # two turns out of three
-    **dict.fromkeys(("xla_aot", "torch_xla", "xpu_peers"), 3),
+    **{f"grids {part}": 15 for part in range(10)},  # two turns out of three
+    **dict.fromkeys(("xla_aot", "torch_xla", "xpu_peers", "demo", "Arm and macOS"), 3),
     **{f"kit {name}": 4 for name in ("torch", "vulkan", "xla", "xpu_stand_in")},
 }
 """Each part, and after how many turns it comes round."""
