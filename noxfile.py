@@ -265,7 +265,7 @@ def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool = Fals
 def tests(session: nox.Session) -> None:
     """Test core, the third-party scenarios and every plugin present; `-- --coverage`: of core, at least 95 %.
 
-    Of exhaustive tests a sample runs here, the others in `grids`; with GRID_TURN=N a tenth of those too.
+    Of exhaustive tests a sample runs here, the others in `grids`; with GRID_TURN=N a part of those too.
     """
     chosen, covered = _without(session, "--coverage")
     if chosen and covered:  # it makes the tests of core take half as long again

@@ -1,6 +1,7 @@
 """What all tests share: a fixture, a quick garbage collector, and the turns of exhaustive tests.
 
-With the variable GRID_TURN=N only a tenth of the tests marked `grid` is left, that of N modulo 10.
+With the variable GRID_TURN=N only one of 20 parts of the tests marked `grid` is left, that of N modulo 20. Tests that
+share what takes long are in one part: those of a module that is marked, and those marked with one name, `grid("NAME")`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 
 import pytest
 
-TURNS = 10
+TURNS = 20
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def pytest_collection_finish() -> None:
 
 
 def _in_turn(item: pytest.Item, turn: int) -> bool:
-    module = item.getparent(pytest.Module)
+    module, mark = item.getparent(pytest.Module), item.get_closest_marker("grid")
     whole = module is not None and any(mark.name == "grid" for mark in module.own_markers)
-    key = item.location[0] if whole else item.nodeid  # the tests of a whole module share what it prepares
+    key = item.location[0] if whole else mark.args[0] if mark.args else item.nodeid
     return zlib.crc32(key.encode()) % TURNS == turn % TURNS

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TURNS = range(700, 790)
+TURNS = range(700, 820)
 WITHIN = {
     "--coverage": 3,
-    **{f"grids {part}": 15 for part in range(10)},  # two turns out of three
+    **{f"grids {part}": 30 for part in range(20)},  # two turns out of three
     **dict.fromkeys(("xla_aot", "torch_xla", "xpu_peers", "demo", "Arm and macOS"), 3),
     **{f"kit {name}": 4 for name in ("torch", "vulkan", "xla", "xpu_stand_in")},
 }
@@ -57,14 +57,15 @@ def test_plugins_that_have_a_kit_are_all_in_turn():
 
 
 class Item:
-    """A test as far as the hook looks at it; ``marked``: "grid" on itself or on its "module"."""
+    """A test as far as the hook looks at it; ``marked``: "itself", in a "group" or in a marked "module"."""
 
     def __init__(self, number, marked):
         self.marked = marked
         self.nodeid, self.location = f"tests/x.py::test[{number}]", (f"tests/x{number % 7}.py", 1, "")
 
     def get_closest_marker(self, name):
-        return bool(self.marked) and name == "grid"
+        mark = pytest.mark.grid("group") if self.marked == "group" else pytest.mark.grid
+        return mark.mark if self.marked and name == "grid" else None
 
     def getparent(self, kind):
         return SimpleNamespace(own_markers=[pytest.mark.grid.mark] if self.marked == "module" else [])
@@ -77,7 +78,8 @@ def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
         left_out.extend(items)
 
     config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=deselected))
-    every = [Item(n, "itself") for n in range(200)] + [Item(n, "module") for n in range(50)]
+    marked = ["itself"] * 400 + ["group"] * 30 + ["module"] * 50
+    every = [Item(*numbered) for numbered in enumerate(marked)]
     plain, ran, together = Item(0, ""), [], []
     for turn in range(31, 31 + shared.TURNS):
         monkeypatch.setenv("GRID_TURN", str(turn))
@@ -87,6 +89,7 @@ def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
         assert items
         ran += items
         together += {item.location[0] for item in items if item.marked == "module"}
+        together += {item.marked for item in items if item.marked == "group"}
     assert sorted(map(id, ran)) == sorted(map(id, every))
     assert len(left_out) == (shared.TURNS - 1) * len(every)
-    assert len(together) == 7  # the tests of a module that is exhaustive as a whole share what it prepares
+    assert len(together) == 7 + 1  # seven modules, one group
