@@ -19,6 +19,7 @@ WITHIN = {
     **{f"grids {part}": 30 for part in range(20)},  # two turns out of three
     **dict.fromkeys(("xla_aot", "torch_xla", "xpu_peers", "demo", "Arm and macOS"), 3),
     **{f"kit {name}": 4 for name in ("torch", "vulkan", "xla", "xpu_stand_in")},
+    "whole kit cpu": 8,
 }
 """Each part, and after how many turns it comes round."""
 
@@ -51,7 +52,7 @@ def test_every_part_has_its_turn_soon(shared):
 
 def test_plugins_that_have_a_kit_are_all_in_turn():
     plugins = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
-    # The kit of qcore-cpu is run each time. Those of qcore-cuda and qcore-xpu take a GPU; triton is a library of both.
+    # That of qcore-cpu has a sample each time. Those of qcore-cuda and qcore-xpu take a GPU; triton is a library of both.
     named = {part.partition(" ")[2] for part in WITHIN if part.startswith("kit ")}
     assert plugins - {"cpu", "cuda", "triton", "xpu"} == named - {"torch", "xpu_stand_in"}
 
