@@ -52,7 +52,7 @@ def test_every_part_has_its_turn_soon(shared):
 
 def test_plugins_that_have_a_kit_are_all_in_turn():
     plugins = {path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")}
-    # That of qcore-cpu has a sample each time. Those of qcore-cuda and qcore-xpu take a GPU; triton is a library of both.
+    # That of qcore-cpu has a sample each time; those of qcore-cuda and qcore-xpu take a GPU; triton serves both.
     named = {part.partition(" ")[2] for part in WITHIN if part.startswith("kit ")}
     assert plugins - {"cpu", "cuda", "triton", "xpu"} == named - {"torch", "xpu_stand_in"}
 
