@@ -82,8 +82,7 @@ INTERPRETING = {"tests/cuda", "tests/xpu"}
 COMPILING = "tests/core/fallback/test_compile.py"
 """Tests of core without coverage, which would follow torch's compiler through, at twice the time."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
-EXHAUSTIVE = ("-m", "grid")
-"""Those that `tests` leaves out: tests/helpers/grids.py."""
+EXHAUSTIVE = ("-m", "grid")  # those that `tests` leaves out: tests/helpers/grids.py
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 """For hundreds of tiny problems: XLA compiles in two thirds of the time, and what is compiled is the same program."""
@@ -266,7 +265,7 @@ def _passes(session: nox.Session, chosen: Iterable[str], *, covered: bool = Fals
 def tests(session: nox.Session) -> None:
     """Test core, the third-party scenarios and every plugin present; `-- --coverage`: of core, at least 95 %.
 
-    Of exhaustive tests a sample runs here, the others in `grids`.
+    Of exhaustive tests a sample runs here, the others in `grids`; with GRID_TURN=N a part of those too.
     """
     chosen, covered = _without(session, "--coverage")
     if chosen and covered:  # it makes the tests of core take half as long again
@@ -274,7 +273,8 @@ def tests(session: nox.Session) -> None:
     session.env.update(QUICK_XLA)
     if covered:
         _run_dev(session, "coverage", "erase")
-    whole = [[*TWO, *run] for run in (["tests/core", f"--ignore={COMPILING}"], *_beside_core())]
+    marks = ("-m", "") if "GRID_TURN" in os.environ else ()  # tests/conftest.py leaves out the other turns
+    whole = [[*TWO, *marks, *run] for run in (["tests/core", f"--ignore={COMPILING}"], *_beside_core())]
     runs = [chosen] if chosen else whole  # all of them, so that everything there is to mend shows
     passed = [_passes(session, run, covered=covered and not i) for i, run in enumerate(runs)]
     if not all(passed):

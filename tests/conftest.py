@@ -1,16 +1,18 @@
-"""What all tests share: a fixture, and the turns of the session `grids`.
+"""What all tests share: a fixture, a quick garbage collector, and the turns of exhaustive tests.
 
-With the variable GRID_TURN=N `grids` runs a fifth of its tests, that of N modulo 5.
+With the variable GRID_TURN=N only one of 20 parts of the tests marked `grid` is left, that of N modulo 20. Tests that
+share what takes long are in one part: those of a module that is marked, and those marked with one name, `grid("NAME")`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
 import pytest
 
-TURNS = 5
+TURNS = 20
 
 
 @pytest.fixture
@@ -32,8 +34,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: looking through it costs a second in each collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def _in_turn(item: pytest.Item, turn: int) -> bool:
-    module = item.getparent(pytest.Module)
+    module, mark = item.getparent(pytest.Module), item.get_closest_marker("grid")
     whole = module is not None and any(mark.name == "grid" for mark in module.own_markers)
-    key = item.location[0] if whole else item.nodeid  # the tests of a whole module share what it prepares
+    key = item.location[0] if whole else mark.args[0] if mark.args else item.nodeid
     return zlib.crc32(key.encode()) % TURNS == turn % TURNS

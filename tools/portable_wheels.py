@@ -1,7 +1,7 @@
 """Make wheels of qcore-cpu portable: `python tools/portable_wheels.py PROJECT DIST`.
 
 Each wheel in DIST is tagged with the oldest glibc that its symbols need. On x86-64 with a compiler for Arm, the wheel
-for Arm is built beside it.
+for Arm is built beside it, unless the variable ARM_WHEEL is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def run(*command: str, **environ: str) -> None:
 def main() -> None:
     """See the module."""
     project, dist = sys.argv[1:]
-    if platform.machine() == "x86_64" and shutil.which("aarch64-linux-gnu-g++"):
+    wanted = os.environ.get("ARM_WHEEL") != "0"
+    if wanted and platform.machine() == "x86_64" and shutil.which("aarch64-linux-gnu-g++"):
         options = ("--no-isolation", "--wheel", "--config-setting=build-dir=build/aarch64")
         run("build", *options, "--outdir", dist, project, **ARM)
     for wheel in Path(dist).glob("qcore_cpu-*-linux_*.whl"):

@@ -135,7 +135,7 @@ HOPPER = {
 }
 HOPPER |= {str(experts("w4a16-g128", 4096)): "grouped_hopper", str(experts("w8a8", 4096)): "grouped_hopper"}
 KEPT = [*BUDGETS, *HOPPER]
-OTHERS = sampled([name for name in NAMES if name not in KEPT], 27)
+OTHERS = sampled([name for name in NAMES if name not in KEPT], 12)
 CASES = [*KEPT, *OTHERS]
 PRODUCTS = [name for name in KEPT if NAMES[name] in MAIN] + [case for case in OTHERS if NAMES[case.values[0]] in MAIN]
 

@@ -24,6 +24,7 @@ FEW = (
     "experts by tensor", "experts by plan", "gather", "embedding", "gradients", "token nan",
 )  # fmt: skip
 """Cases for 4 ranks in every run; the rest of them belongs to the grids."""
+FOUR = pytest.mark.grid("four ranks")  # one start of processes for all of them, so one turn
 TWO_ONLY = ("uneven heads", "uncuttable heads")
 OTHERS = tuple(name for name in parallel_cases.CASES if name not in (*FEW, *TWO_ONLY))
 
@@ -35,9 +36,7 @@ def over(*names):
     return pytest.mark.parametrize(
         ("world", "name"),
         [
-            pytest.param(
-                world, name, marks=pytest.mark.grid if world == 4 and name not in FEW else (), id=f"{name}-{world}"
-            )
+            pytest.param(world, name, marks=FOUR if world == 4 and name not in FEW else (), id=f"{name}-{world}")
             for world, name in pairs
         ],
     )
