@@ -2,12 +2,16 @@
 // quantizes it for itself (CODES = 1), symmetrically, to the codes and the scale that quantize.comp finds. Weights of a
 // table are read with the table in shared memory.
 //
+// What makes x of other rows may be computed here as well, by every workgroup for itself (PROLOGUE): a norm of x, or its
+// gate. A row may be added to the result. Whole models wait less so: a step that waits for another takes longer to start
+// than these rows take to compute.
+//
 // A lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th block of 32 columns, so that eight lanes
 // read 128 contiguous bytes of the weight. Grid: x, folded into y, tiles of 8 R rows of the weight.
 //
 // Memory: weights go from global memory to registers (`v`), UNROLL blocks in flight, the first of them before x is
-// quantized. Floats of x come from global memory, which every workgroup reads: they are in a cache. Its codes are in
-// shared memory, beside partial sums.
+// made. Floats of x come from global memory, which every workgroup reads: they are in a cache. Its codes, and what is made
+// of it, are in shared memory, beside partial sums.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -16,6 +20,7 @@
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "dot.glsl"
 #include "formats.glsl"
+#include "functions.glsl"
 #include "gpu_result.glsl"
 
 layout(constant_id = 0) const uint LANES = 512u;
@@ -27,7 +32,14 @@ layout(constant_id = 5) const uint SUBGROUP = 32u;
 layout(constant_id = 6) const uint CODES = 0u;
 layout(constant_id = 7) const uint SIXTEENS = 1u;  // of columns of x whose codes are in shared memory
 layout(constant_id = 8) const uint VALUES = 0u;    // of a table that codes index; 0: they are integers. With CODES = 0
+layout(constant_id = 9) const uint PROLOGUE = 0u;  // one of those below
+layout(constant_id = 10) const uint FOURS = 1u;    // of columns of x in shared memory, as PROLOGUE makes them
 layout(local_size_x_id = 0) in;
+
+const uint RMS_NORM = 1u;  // x / sqrt(mean(x^2) + eps) * other
+const uint SILU_MUL = 2u;  // silu(x) * other, as the next two
+const uint GELU_MUL = 3u;
+const uint GELU_TANH_MUL = 4u;
 
 const uint P = BITS / 4u;
 const uint SUBGROUPS = LANES / SUBGROUP;
@@ -36,6 +48,9 @@ layout(push_constant) uniform Push {
     uint n, np, blocks;
     float groups_per_block;
     uint pitch, dtype, biased, column;
+    uint added;     // whether a row is added to the result
+    uint weighted;  // whether a norm has a weight
+    float eps;
 };
 
 layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };  // [blocks][8]
@@ -43,11 +58,15 @@ layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
 layout(set = 0, binding = 4) readonly buffer Table { float table[]; };
+layout(set = 0, binding = 4) readonly buffer Residual { float residual[]; };  // of a weight without a table
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
+layout(set = 0, binding = 7) readonly buffer Other { vec4 other[]; };  // what PROLOGUE needs beside x
 
 shared float partial[SUBGROUPS * R * 8u];
 shared uint largest[SUBGROUPS];
+shared float squares[SUBGROUPS];
 shared uvec4 codes[SIXTEENS];  // of x
+shared vec4 made[FOURS];       // of x
 shared float values[VALUES + 1u];  // of the table
 
 uint lane() {
@@ -55,6 +74,7 @@ uint lane() {
 }
 
 float acc[R];
+float norm_scale;  // of RMS_NORM
 uvec4 v[UNROLL * R * P];  // weights on their way
 
 // Half a block of a row, 16 codes as bytes in the order of k: int8 as they are, int4 as 0..15.
@@ -113,7 +133,8 @@ void add_block(uint block, uint n0, uint c) {
             uvec4 from[R];
             [[unroll]] for (uint r = 0u; r < R; ++r) from[r] = bytes((c * R + r) * P, h);
             [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                vec4 own = x[block * 8u + h * 4u + i];
+                uint at = block * 8u + h * 4u + i;
+                vec4 own = PROLOGUE == 0u ? x[at] : made[at];
                 if (ZERO == 2u) plain += dot(own, vec4(1.0));
                 [[unroll]] for (uint r = 0u; r < R; ++r)
                     sums[r] += dot(own, floats(from[r][i], ZERO == 1u ? z[r] : middle));
@@ -140,12 +161,33 @@ void add_block(uint block, uint n0, uint c) {
     }
 }
 
+// Four columns of what is multiplied.
+vec4 made_of(uint t) {
+    vec4 own = x[t];
+    if (PROLOGUE == RMS_NORM) return weighted == 0u ? own * norm_scale : own * norm_scale * other[t];
+    if (PROLOGUE == SILU_MUL) own = vec4(silu_(own.x), silu_(own.y), silu_(own.z), silu_(own.w));
+    if (PROLOGUE == GELU_MUL) own = vec4(gelu_(own.x), gelu_(own.y), gelu_(own.z), gelu_(own.w));
+    if (PROLOGUE == GELU_TANH_MUL)
+        own = vec4(gelu_tanh_(own.x), gelu_tanh_(own.y), gelu_tanh_(own.z), gelu_tanh_(own.w));
+    return PROLOGUE == 0u ? own : own * other[t];
+}
+
+// The sum of a value of each lane: once.
+float sum_once(float value) {
+    for (uint o = 1u; o < SUBGROUP; o <<= 1) value += subgroupShuffleXor(value, o);
+    if (gl_SubgroupInvocationID == 0u) squares[gl_SubgroupID] = value;
+    barrier();
+    float sum = 0.0;
+    [[unroll]] for (uint i = 0u; i < SUBGROUPS; ++i) sum += squares[i];
+    return sum;
+}
+
 // The scale of x: its largest magnitude over 127. The order of bits is that of magnitudes, with NaN above all. A row of
 // zeros has scale 1; one that is not finite has NaN, which its results keep.
 float row_scale() {
     uint most = 0u;
     for (uint t = lane(); t < blocks * 8u; t += LANES) {
-        uvec4 bits = floatBitsToUint(x[t]) & 0x7fffffffu;
+        uvec4 bits = floatBitsToUint(made_of(t)) & 0x7fffffffu;
         most = max(most, max(max(bits.x, bits.y), max(bits.z, bits.w)));
     }
     for (uint o = 1u; o < SUBGROUP; o <<= 1) most = max(most, subgroupShuffleXor(most, o));
@@ -167,19 +209,24 @@ void main() {
     uint n0 = tile * R * 8u + row;
     uint stride = LANES / 8u;
     [[unroll]] for (uint i = 0u; i < R; ++i) acc[i] = 0.0;
-    // 1. The first weights are on their way while x is quantized: its scale, which all lanes find together, its codes.
+    // 1. The first weights are on their way while x is made and quantized: scales, which all lanes find together, codes.
     load(tile, lane() >> 3);
     if (VALUES != 0u) {
         for (uint t = lane(); t < VALUES; t += LANES) values[t] = table[t];
         barrier();
     }
     float factor = 1.0;
+    if (PROLOGUE == RMS_NORM) {
+        float sum = 0.0;
+        for (uint t = lane(); t < blocks * 8u; t += LANES) sum += dot(x[t], x[t]);
+        norm_scale = divide(1.0, sqrt(sum_once(sum) / float(blocks * 32u) + eps));
+    }
     if (CODES != 0u) {
         factor = row_scale();
-        for (uint t = lane(); t < blocks * 2u; t += LANES) {
-            codes[t] = uvec4(four_codes(x[t * 4u], factor), four_codes(x[t * 4u + 1u], factor),
-                             four_codes(x[t * 4u + 2u], factor), four_codes(x[t * 4u + 3u], factor));
-        }
+        for (uint t = lane(); t < blocks * 8u; t += LANES) codes[t / 4u][t % 4u] = four_codes(made_of(t), factor);
+        barrier();
+    } else if (PROLOGUE != 0u) {
+        for (uint t = lane(); t < blocks * 8u; t += LANES) made[t] = made_of(t);
         barrier();
     }
     // 2. Products of UNROLL blocks, then loads of the next.
@@ -203,6 +250,7 @@ void main() {
         [[unroll]] for (uint s = 0u; s < SUBGROUPS; ++s) value += partial[s * R * 8u + t];
         value *= factor;
         if (biased != 0u && n_ < n) value += bias[column + n_];
+        if (VALUES == 0u && added != 0u && n_ < n) value += residual[column + n_];
         if (n_ < n) write_result(column + n_, value, dtype);
     }
 }

@@ -14,6 +14,7 @@ from ...steps.pointwise import binary
 from ...steps.products import dense, matmul
 from ...steps.rope import rope
 from ..lowering import Lowering
+from .fusing import Prologue, deferred
 from .registry import rule, rule_name
 
 
@@ -57,8 +58,10 @@ def _attention(
 
 
 @rule("qcore_graph.rms_norm")
-def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand:
-    return c.ahead[node] if node in c.ahead else rms_norm(c.b, x, weight, eps)
+def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand | Prologue:
+    if node in c.ahead:
+        return c.ahead[node]
+    return deferred(c, node, "rms_norm", x, weight, eps) or rms_norm(c.b, x, weight, eps)
 
 
 @rule("qcore_graph.layer_norm")
