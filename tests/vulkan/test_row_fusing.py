@@ -75,7 +75,7 @@ def test_what_is_around_a_product(vulkan, scheme, prologue):  # noqa: F811
         given = None if prologue == "" or (prologue == "rms_norm" and not has_other) else other
         weight = qcore.quantize(torch.randn(n, k, generator=draw) / k**0.5, of.weight)
         placed = layout.upload(vulkan, weight)
-        found = row_kernel(vulkan, placed, of.activation, False, prologue, not placed.geometry.is_table)
+        found = row_kernel(vulkan, placed, of.activation, False, prologue=prologue, residual=not placed.geometry.is_table)
         kernel = replace(found, lanes=32 if biased else 64)
         added = None if placed.geometry.is_table else residual
         b, refs = Builder(vulkan), [bring(Builder(vulkan), 1, 4, torch.float32)]
@@ -282,11 +282,11 @@ def test_levels_of_a_decoder_layer(made, scheme, bias):
         found = decoded(torch.compile(model, backend="qcore_vulkan"))
         assert (found - wanted).norm() <= 2e-2 * wanted.norm()
         counts[layers] = sum(step.barrier for step in made()[-1].steps)
-    assert counts[2] - counts[1] == 6  # q, k, v; rope and caches; attention; o; gate and up; down
+    assert counts[2] - counts[1] == 5  # q, k, v; attention; o; gate and up; down
 
 
 def test_tables_add_no_residual(vulkan):  # noqa: F811
     """The binding of the residual is the table's."""
     weight = layout.upload(vulkan, qcore.quantize(torch.randn(16, 64), Scheme.parse("wnf4a16-g64").weight))
-    assert row_kernel(vulkan, weight, None, False, "", True) is None
-    assert isinstance(row_kernel(vulkan, weight, None, False, "rms_norm", False), RowGemv)
+    assert row_kernel(vulkan, weight, None, False, residual=True) is None
+    assert isinstance(row_kernel(vulkan, weight, None, False, prologue="rms_norm"), RowGemv)

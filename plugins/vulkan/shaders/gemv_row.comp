@@ -3,8 +3,9 @@
 // table are read with the table in shared memory.
 //
 // What makes x of other rows may be computed here as well, by every workgroup for itself (PROLOGUE): a norm of x, or its
-// gate. A row may be added to the result. Whole models wait less so: a step that waits for another takes longer to start
-// than these rows take to compute.
+// gate. A row may be added to the result. PLACED: the result is rotated as rope.comp does it, and lies where a row of a
+// cache does. Whole models wait less so: a step that waits for another takes longer to start than these rows take to
+// compute.
 //
 // A lane owns one row of each of R row groups (8 rows) and every (LANES / 8)-th block of 32 columns, so that eight lanes
 // read 128 contiguous bytes of the weight. Grid: x, folded into y, tiles of 8 R rows of the weight.
@@ -34,6 +35,12 @@ layout(constant_id = 7) const uint SIXTEENS = 1u;  // of columns of x whose code
 layout(constant_id = 8) const uint VALUES = 0u;    // of a table that codes index; 0: they are integers. With CODES = 0
 layout(constant_id = 9) const uint PROLOGUE = 0u;  // one of those below
 layout(constant_id = 10) const uint FOURS = 1u;    // of columns of x in shared memory, as PROLOGUE makes them
+#ifdef PLACED
+// Columns of a head if heads are rotated, a multiple of 16; else 0. R is even then: a workgroup has both halves.
+layout(constant_id = 11) const uint ROPE = 0u;
+#else
+const uint ROPE = 0u;
+#endif
 layout(local_size_x_id = 0) in;
 
 const uint RMS_NORM = 1u;  // x / sqrt(mean(x^2) + eps) * other
@@ -51,6 +58,11 @@ layout(push_constant) uniform Push {
     uint added;     // whether a row is added to the result
     uint weighted;  // whether a norm has a weight
     float eps;
+#ifdef PLACED
+    uint head, head_stride;  // columns of a head, and words from one to the next in the result
+    uint row_stride;         // words from a row to the next where `row_index` names one
+    uint offset;             // of the first row
+#endif
 };
 
 layout(set = 0, binding = 0) readonly buffer X { vec4 x[]; };  // [blocks][8]
@@ -61,6 +73,11 @@ layout(set = 0, binding = 4) readonly buffer Table { float table[]; };
 layout(set = 0, binding = 4) readonly buffer Residual { float residual[]; };  // of a weight without a table
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer Other { vec4 other[]; };  // what PROLOGUE needs beside x
+#ifdef PLACED
+layout(set = 0, binding = 8) readonly buffer Cos { float cosine[]; };
+layout(set = 0, binding = 9) readonly buffer Sin { float sine_[]; };
+layout(set = 0, binding = 10) readonly buffer Row { uint row_index[]; };
+#endif
 
 shared float partial[SUBGROUPS * R * 8u];
 shared uint largest[SUBGROUPS];
@@ -76,6 +93,14 @@ uint lane() {
 float acc[R];
 float norm_scale;  // of RMS_NORM
 uvec4 v[UNROLL * R * P];  // weights on their way
+
+// Row group r of a workgroup. Those of the halves of heads alternate if heads are rotated.
+uint row_group(uint tile, uint r) {
+    if (ROPE == 0u) return tile * R + r;
+    uint pair = tile * (R / 2u) + r / 2u;
+    uint half_head = ROPE / 16u;
+    return pair / half_head * (2u * half_head) + pair % half_head + (r & 1u) * half_head;
+}
 
 // Half a block of a row, 16 codes as bytes in the order of k: int8 as they are, int4 as 0..15.
 uvec4 bytes(uint from, uint h) {
@@ -107,20 +132,20 @@ void load(uint tile, uint first) {
     [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
         uint block = min(first + c * (LANES / 8u), blocks - 1u);
         [[unroll]] for (uint r = 0u; r < R; ++r) {
-            uint base = (min(tile * R + r, np / 8u - 1u) * blocks + block) * P * 8u + (lane() & 7u);
+            uint base = (min(row_group(tile, r), np / 8u - 1u) * blocks + block) * P * 8u + (lane() & 7u);
             [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
         }
     }
 }
 
 // Adds the products of a block, whose weights are in slot c of `v`, to `acc`.
-void add_block(uint block, uint n0, uint c) {
+void add_block(uint block, uint tile, uint c) {
     // The 0.5 keeps the product away from whole numbers, where it could round.
     uint group = uint((float(block) + 0.5) * groups_per_block);
     float s[R];
     float z[R];
     [[unroll]] for (uint r = 0u; r < R; ++r) {
-        uint at = group * np + min(n0 + r * 8u, np - 1u);
+        uint at = group * np + min(row_group(tile, r) * 8u + (lane() & 7u), np - 1u);
         s[r] = scale[at];
         z[r] = ZERO == 0u ? 0.0 : (ZERO == 1u ? float(int(zero[at])) : uintBitsToFloat(zero[at]));
     }
@@ -202,11 +227,18 @@ uint four_codes(vec4 own, float s) {
     return pack_bytes(ivec4(clamp(roundEven(own / s), vec4(-128.0), vec4(127.0))));
 }
 
+// Result t of the workgroup, which is n_ of the part, with its bias.
+float finished(uint t, uint n_, float factor) {
+    float value = 0.0;
+    [[unroll]] for (uint s = 0u; s < SUBGROUPS; ++s) value += partial[s * R * 8u + t];
+    value *= factor;
+    return biased == 0u ? value : value + bias[column + n_];
+}
+
 void main() {
     uint tile = gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x;
     if (tile * R * 8u >= n) return;  // the whole workgroup, so that no barrier waits for it
     uint row = lane() & 7u;
-    uint n0 = tile * R * 8u + row;
     uint stride = LANES / 8u;
     [[unroll]] for (uint i = 0u; i < R; ++i) acc[i] = 0.0;
     // 1. The first weights are on their way while x is made and quantized: scales, which all lanes find together, codes.
@@ -233,7 +265,7 @@ void main() {
     for (uint first = lane() >> 3; first < blocks; first += stride * UNROLL) {
         if (first != lane() >> 3) load(tile, first);
         [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
-            if (first + c * stride < blocks) add_block(first + c * stride, n0, c);
+            if (first + c * stride < blocks) add_block(first + c * stride, tile, c);
         }
     }
     // 3. Lanes of a subgroup that share a row, 8 apart, add their blocks up by shuffles ...
@@ -245,12 +277,21 @@ void main() {
     // 4. ... and the subgroups in shared memory. It is written once, so one barrier suffices.
     barrier();
     for (uint t = lane(); t < R * 8u; t += LANES) {
-        uint n_ = tile * R * 8u + t;
-        float value = 0.0;
-        [[unroll]] for (uint s = 0u; s < SUBGROUPS; ++s) value += partial[s * R * 8u + t];
-        value *= factor;
-        if (biased != 0u && n_ < n) value += bias[column + n_];
-        if (VALUES == 0u && added != 0u && n_ < n) value += residual[column + n_];
-        if (n_ < n) write_result(column + n_, value, dtype);
+        uint n_ = row_group(tile, t / 8u) * 8u + t % 8u;
+        if (n_ >= n) continue;
+        float value = finished(t, n_, factor);
+        if (VALUES == 0u && added != 0u) value += residual[column + n_];
+#ifdef PLACED
+        if (ROPE != 0u) {
+            uint k = n_ % ROPE;
+            bool second = k >= ROPE / 2u;
+            float partner = finished(t ^ 8u, second ? n_ - ROPE / 2u : n_ + ROPE / 2u, factor) * sine_[k];
+            value = value * cosine[k] + (second ? partner : -partner);
+        }
+        uint place = offset + row_index[0] * row_stride + n_ / head * head_stride + n_ % head;
+        write_result(place, value, dtype);
+#else
+        write_result(column + n_, value, dtype);
+#endif
     }
 }

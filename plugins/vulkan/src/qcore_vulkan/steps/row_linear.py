@@ -15,23 +15,33 @@ from .rows import Rows, new_rows
 
 
 def row_kernel(
-    device: Device, weight: DeviceWeight, activation: Activation | None, coarse: bool, prologue: str, residual: bool
+    device: Device,
+    weight: DeviceWeight,
+    activation: Activation | None,
+    coarse: bool,
+    *,
+    prologue: str = "",
+    residual: bool = False,
+    rotated: int | None = None,
 ) -> RowGemv | None:
-    """The kernel for a row of float32 that computes a prologue and adds a residual, if the product has one.
+    """The kernel for a row of float32 that computes what is around the product, see `RowGemv.around`.
 
     ``coarse``: see `Rows`. None: it takes steps of their own.
     """
     problem = GemmProblem.of(activation, 1, weight.geometry, (torch.float32, torch.float32), coarse=coarse)
     found = selection.choose(device, problem)
-    return found.around(device, weight.geometry, prologue, residual) if isinstance(found, RowGemv) else None
+    if not isinstance(found, RowGemv) or (rotated is not None and len(weight.parts) > 1):
+        return None
+    return found.around(device, weight.geometry, prologue, residual, rotated)
 
 
 def row_linear(b: Builder, x: Rows, kernel: RowGemv, weight: DeviceWeight, bias: Buffer | None, around: Around) -> Rows:
     """``A(p(x)) @ W^T + bias + residual``, x ``(1, K)`` to ``(1, N)``, float32, by a kernel of `row_kernel`.
 
-    ``bias``: float32 ``(N,)``; ``around``: p and the residual.
+    ``bias``: float32 ``(N,)``; ``around``: p, the residual and the place of heads.
     """
-    y = new_rows(b, 1, weight.geometry.n, torch.float32)
+    heads = around.heads
+    y = new_rows(b, 1, weight.geometry.n, torch.float32, None if heads is None else heads.out)
     for part in weight.parts:
         kernel.append(b, x, part, weight.geometry, bias, y, around)
     return y

@@ -199,8 +199,6 @@ def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype, *
 
 def _arithmetic(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Any:
-        if node in c.ahead:
-            return c.ahead[node]
         if name == "mul" and (isinstance(x, tuple) or isinstance(y, tuple)):
             return _gated(c, node, x, y)
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING

@@ -81,7 +81,7 @@ def _linear(
     c: Lowering, node: fx.Node, x: Any, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
-    fused = in_one_step(c, node, x, weight, buffer, adds=rest is None)
+    fused = in_one_step(c, node, x, weight, buffer, ends=rest is None)
     if fused is not None:
         return _finished(c, fused, rest, of)
     assert not isinstance(x, Prologue)
