@@ -16,9 +16,9 @@ import qcore
 from qcore import graphs
 from qcore.weights.schemes import Scheme
 from qcore_vulkan import builder, layout
-from qcore_vulkan.builder import Builder
+from qcore_vulkan.builder import Builder, Place
 from qcore_vulkan.steps import rows
-from qcore_vulkan.steps.row_kernel import Around, RowGemv
+from qcore_vulkan.steps.row_kernel import Around, Heads, RowGemv
 from qcore_vulkan.steps.row_linear import row_kernel, row_linear
 
 GATES = {"silu_mul": F.silu, "gelu_mul": F.gelu, "gelu_tanh_mul": lambda x: F.gelu(x, approximate="tanh")}
@@ -75,7 +75,9 @@ def test_what_is_around_a_product(vulkan, scheme, prologue):  # noqa: F811
         given = None if prologue == "" or (prologue == "rms_norm" and not has_other) else other
         weight = qcore.quantize(torch.randn(n, k, generator=draw) / k**0.5, of.weight)
         placed = layout.upload(vulkan, weight)
-        found = row_kernel(vulkan, placed, of.activation, False, prologue=prologue, residual=not placed.geometry.is_table)
+        found = row_kernel(
+            vulkan, placed, of.activation, False, prologue=prologue, residual=not placed.geometry.is_table
+        )
         kernel = replace(found, lanes=32 if biased else 64)
         added = None if placed.geometry.is_table else residual
         b, refs = Builder(vulkan), [bring(Builder(vulkan), 1, 4, torch.float32)]
@@ -283,6 +285,121 @@ def test_levels_of_a_decoder_layer(made, scheme, bias):
         assert (found - wanted).norm() <= 2e-2 * wanted.norm()
         counts[layers] = sum(step.barrier for step in made()[-1].steps)
     assert counts[2] - counts[1] == 5  # q, k, v; attention; o; gate and up; down
+
+
+HEADS = [
+    ("w4a16-g32", 64, 3, True, True), ("w8a16-asym", 16, 5, True, False), ("w8a8", 32, 2, True, True),
+    ("wnf4a16-g64", 48, 1, True, True), ("w8a16", 6, 4, False, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "size", "heads", "rotates", "caches"), HEADS)
+def test_heads_that_are_rotated_and_placed(vulkan, scheme, size, heads, rotates, caches):  # noqa: F811
+    draw, of, n, k = torch.Generator().manual_seed(3), Scheme.parse(scheme), heads * size, 128
+    weight = qcore.quantize(torch.randn(n, k, generator=draw) / k**0.5, of.weight)
+    x, bias = torch.randn(1, k, generator=draw), torch.randn(n, generator=draw)
+    angles, cache = torch.randn(size, generator=draw), torch.randn(heads, 7, size, generator=draw)
+    placed, row = layout.upload(vulkan, weight), 5
+    kernel = row_kernel(vulkan, placed, of.activation, False, rotated=size if rotates else 0)
+    b, whole = Builder(vulkan), lambda one: builder.Ref(vulkan.upload(one), 0, 4 * one.numel())
+    target, rows_ = whole(cache), bring(b, 1, k, torch.float32)
+    around = Heads(size, (whole(angles.cos()), whole(angles.sin())) if rotates else None)
+    if caches:
+        index = whole(torch.tensor([row], dtype=torch.int32))
+        around = replace(around, out=target, row=index, stride=size, pitch=7 * size)
+    y = row_linear(b, rows_, kernel, placed, vulkan.upload(bias), Around(heads=around))
+    out = b.output(target.bytes if caches else 4 * n)
+    b.copy(y.ref if caches else y.ref.part(0, 4 * n), out)
+    found = torch.empty(heads, 7 if caches else 1, size)
+    b.program([place(rows_)], [Place(out, 1, out.bytes, out.bytes)]).run([x], [found.view(1, -1)])
+    read = x[0].double() if of.activation is None else quantized(x[0].double())
+    product = (weight.dequantize().double() @ read + bias).view(heads, size)
+    if rotates:
+        turned = torch.cat((-product[:, size // 2 :], product[:, : size // 2]), -1)
+        product = product * angles.cos() + turned * angles.sin()
+    wanted = cache.double() if caches else product.unsqueeze(1)
+    if caches:
+        wanted[:, row] = product
+    assert (found.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+class Turned(nn.Module):
+    """Heads of products, rotated and copied into a cache in the ways of `TURNS`."""
+
+    def __init__(self, turn, size, heads):
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn, self.size, self.heads = turn, size, heads
+        self.one, self.two = (nn.Linear(64, heads * size) for _ in range(2))
+        self.register_buffer("cache", torch.randn(1, heads, 9, size))
+        qcore.quantize_(self, "w8a16")
+
+    def split(self, y):
+        return y.view(1, y.shape[1], self.heads, self.size).transpose(1, 2)
+
+    def forward(self, x, row):
+        angles = row[:, None].float() * torch.arange(1, self.size + 1) / self.size
+        cos, sin = angles.cos()[None, None], angles.sin()[None, None]
+        return TURNS[self.turn](self, self.split(self.one(x)), cos, sin, row, x)
+
+
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def copied(cache, row, x):
+    cache.index_copy_(2, row, x)
+    return cache.sum(-1)
+
+
+TURNS = {
+    "rotated": lambda m, y, cos, sin, row, x: rotated(y, cos, sin).sum(-1),
+    "into a cache": lambda m, y, cos, sin, row, x: copied(m.cache, row, y),
+    "both": lambda m, y, cos, sin, row, x: copied(m.cache, row, rotated(y, cos, sin)),
+    "returned": lambda m, y, cos, sin, row, x: (copied(m.cache, row, y), y),
+    "rotated and returned": lambda m, y, cos, sin, row, x: (rotated(y, cos, sin), y),
+    "cache read before": lambda m, y, cos, sin, row, x: m.cache.sum(-1) + copied(m.cache, row, y),
+    "cache read between": lambda m, y, cos, sin, row, x: between(m, y, row, x),
+    "twice": lambda m, y, cos, sin, row, x: copied(m.cache, row, y) + copied(m.cache, row - 1, m.split(m.two(x))),
+    "another row": lambda m, y, cos, sin, row, x: copied(m.cache, (y.sum() * 0).long().view(1) + row, y),
+    "into a view": lambda m, y, cos, sin, row, x: copied(m.cache[:, :, 1:], row, y),
+    "turned by itself": lambda m, y, cos, sin, row, x: rotated(y, y.abs(), sin),
+}
+
+
+def between(m, y, row, x):
+    before = m.cache * x.sum()
+    return copied(m.cache, row, y) + before.sum(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("size", "heads", "length"), [(16, 2, 1), (32, 1, 1), (8, 4, 1), (16, 2, 3)])
+@pytest.mark.parametrize("turn", TURNS)
+def test_heads_of_a_graph(turn, size, heads, length):
+    model = Turned(turn, size, heads)
+    expected = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="qcore_vulkan")
+    for at in (3, 4):
+        x, row = torch.randn(1, length, 64), torch.arange(at, at + length)
+        found, wanted = compiled(x, row), expected(x, row)
+        for own, want in zip(*(one if isinstance(one, tuple) else (one,) for one in (found, wanted)), strict=True):
+            torch.testing.assert_close(own, want, rtol=1e-4, atol=1e-4)
+    graphs.synchronize(model)
+    torch.testing.assert_close(model.cache, expected.cache, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("turn", "buffers", "left"), [("rotated", 12, "rope"), ("both", 12, "rope_index"),
+    ("into a cache", 12, "indexed"), ("both", 8, None)])  # fmt: skip
+def test_heads_take_no_step_where_shaders_see_enough(vulkan, monkeypatch, names, turn, buffers, left):  # noqa: F811
+    limits = replace(vulkan.description.limits, storage_buffers=buffers)
+    monkeypatch.setattr(vulkan, "description", replace(vulkan.description, limits=limits))
+    torch.compile(Turned(turn, 16, 2), backend="qcore_vulkan")(torch.randn(1, 1, 64), torch.tensor([3]))
+    found = {*names()}
+    assert any(name.startswith("gemv_row_placed") for name in found) == (buffers > 8)
+    assert left not in found
+    assert ("rope_index" in found) == (buffers == 8)
 
 
 def test_tables_add_no_residual(vulkan):  # noqa: F811

@@ -202,6 +202,8 @@ def _arithmetic(name: str) -> Rule:
         if name == "mul" and (isinstance(x, tuple) or isinstance(y, tuple)):
             return _gated(c, node, x, y)
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
+        if name == "mul" and isinstance(x, Operand) and x.dtype == dtype and not isinstance(y, Operand) and y == 1:
+            return x  # as transformers scale the angles of rotary embeddings
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
         if name == "add" and (total := _added_before_norm(c, node, x, y)) is not None:
