@@ -34,7 +34,7 @@ class Prologue(NamedTuple):
 def deferred(
     c: Lowering, node: fx.Node, name: str, x: Operand, other: Operand | None, eps: float = 0.0
 ) -> Prologue | None:
-    """A row for its readers to compute; None if one of them is no product that can, or does not wait for it."""
+    """A row for its readers to compute; None if one of them is no product that can."""
     given = [x] if other is None else [x, other]
     if x.shape != tuple(node.meta["val"].shape) or any(_row(c, one) is None for one in given):
         return None
