@@ -50,6 +50,8 @@ const uint GELU_TANH_MUL = 4u;
 
 const uint P = BITS / 4u;
 const uint SUBGROUPS = LANES / SUBGROUP;
+// Fours of columns of a lane, as PROLOGUE makes them.
+const uint EACH = PROLOGUE == 0u ? 1u : ((CODES == 0u ? FOURS : SIXTEENS * 4u) + LANES - 1u) / LANES;
 
 layout(push_constant) uniform Push {
     uint n, np, blocks;
@@ -91,8 +93,9 @@ uint lane() {
 }
 
 float acc[R];
-float norm_scale;  // of RMS_NORM
-uvec4 v[UNROLL * R * P];  // weights on their way
+uvec4 v[UNROLL * R * P];  // weights on their way, with their scales and zero points
+float scales[UNROLL * R];
+uint zeros[UNROLL * R];
 
 // Row group r of a workgroup. Those of the halves of heads alternate if heads are rotated.
 uint row_group(uint tile, uint r) {
@@ -131,23 +134,25 @@ int dot16(uvec4 a, uvec4 b) {
 void load(uint tile, uint first) {
     [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
         uint block = min(first + c * (LANES / 8u), blocks - 1u);
+        // The 0.5 keeps the product away from whole numbers, where it could round.
+        uint group = uint((float(block) + 0.5) * groups_per_block);
         [[unroll]] for (uint r = 0u; r < R; ++r) {
-            uint base = (min(row_group(tile, r), np / 8u - 1u) * blocks + block) * P * 8u + (lane() & 7u);
+            uint rows = min(row_group(tile, r), np / 8u - 1u);
+            uint base = (rows * blocks + block) * P * 8u + (lane() & 7u);
             [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
+            uint at = group * np + rows * 8u + (lane() & 7u);
+            scales[c * R + r] = scale[at];
+            if (ZERO != 0u) zeros[c * R + r] = zero[at];
         }
     }
 }
 
 // Adds the products of a block, whose weights are in slot c of `v`, to `acc`.
-void add_block(uint block, uint tile, uint c) {
-    // The 0.5 keeps the product away from whole numbers, where it could round.
-    uint group = uint((float(block) + 0.5) * groups_per_block);
-    float s[R];
+void add_block(uint block, uint c) {
     float z[R];
     [[unroll]] for (uint r = 0u; r < R; ++r) {
-        uint at = group * np + min(row_group(tile, r) * 8u + (lane() & 7u), np - 1u);
-        s[r] = scale[at];
-        z[r] = ZERO == 0u ? 0.0 : (ZERO == 1u ? float(int(zero[at])) : uintBitsToFloat(zero[at]));
+        uint own = zeros[c * R + r];
+        z[r] = ZERO == 0u ? 0.0 : (ZERO == 1u ? float(int(own)) : uintBitsToFloat(own));
     }
     float middle = BITS == 4u ? 8.0 : 0.0;
     if (CODES == 0u) {
@@ -166,7 +171,7 @@ void add_block(uint block, uint tile, uint c) {
             }
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
-            acc[r] += s[r] * sums[r];
+            acc[r] += scales[c * R + r] * sums[r];
             if (ZERO == 2u) acc[r] += z[r] * plain;
         }
     } else {
@@ -180,25 +185,14 @@ void add_block(uint block, uint tile, uint c) {
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
             int less = ZERO == 1u ? int(z[r]) : int(middle);
-            acc[r] += s[r] * float(sums[r] - less * ones);
+            acc[r] += scales[c * R + r] * float(sums[r] - less * ones);
             if (ZERO == 2u) acc[r] += z[r] * float(ones);
         }
     }
 }
 
-// Four columns of what is multiplied.
-vec4 made_of(uint t) {
-    vec4 own = x[t];
-    if (PROLOGUE == RMS_NORM) return weighted == 0u ? own * norm_scale : own * norm_scale * other[t];
-    if (PROLOGUE == SILU_MUL) own = vec4(silu_(own.x), silu_(own.y), silu_(own.z), silu_(own.w));
-    if (PROLOGUE == GELU_MUL) own = vec4(gelu_(own.x), gelu_(own.y), gelu_(own.z), gelu_(own.w));
-    if (PROLOGUE == GELU_TANH_MUL)
-        own = vec4(gelu_tanh_(own.x), gelu_tanh_(own.y), gelu_tanh_(own.z), gelu_tanh_(own.w));
-    return PROLOGUE == 0u ? own : own * other[t];
-}
-
 // The sum of a value of each lane: once.
-float sum_once(float value) {
+float sum_of_all(float value) {
     for (uint o = 1u; o < SUBGROUP; o <<= 1) value += subgroupShuffleXor(value, o);
     if (gl_SubgroupInvocationID == 0u) squares[gl_SubgroupID] = value;
     barrier();
@@ -207,13 +201,54 @@ float sum_once(float value) {
     return sum;
 }
 
-// The scale of x: its largest magnitude over 127. The order of bits is that of magnitudes, with NaN above all. A row of
-// zeros has scale 1; one that is not finite has NaN, which its results keep.
+// What PROLOGUE makes of x, fours of columns LANES apart: of this lane, in registers.
+vec4 mine[EACH];
+
+bool has(uint i) {
+    return lane() + i * LANES < blocks * 8u;
+}
+
+void make() {
+    vec4 theirs[EACH];
+    [[unroll]] for (uint i = 0u; i < EACH; ++i) {
+        uint t = min(lane() + i * LANES, blocks * 8u - 1u);
+        mine[i] = x[t];
+        theirs[i] = PROLOGUE == RMS_NORM && weighted == 0u ? vec4(1.0) : other[t];
+    }
+    if (PROLOGUE == RMS_NORM) {
+        float sum = 0.0;
+        [[unroll]] for (uint i = 0u; i < EACH; ++i) {
+            if (has(i)) sum += dot(mine[i], mine[i]);
+        }
+        float scale_ = divide(1.0, sqrt(sum_of_all(sum) / float(blocks * 32u) + eps));
+        [[unroll]] for (uint i = 0u; i < EACH; ++i) mine[i] = mine[i] * scale_ * theirs[i];
+        return;
+    }
+    [[unroll]] for (uint i = 0u; i < EACH; ++i) {
+        vec4 own = mine[i];
+        if (PROLOGUE == SILU_MUL) own = vec4(silu_(own.x), silu_(own.y), silu_(own.z), silu_(own.w));
+        if (PROLOGUE == GELU_MUL) own = vec4(gelu_(own.x), gelu_(own.y), gelu_(own.z), gelu_(own.w));
+        if (PROLOGUE == GELU_TANH_MUL)
+            own = vec4(gelu_tanh_(own.x), gelu_tanh_(own.y), gelu_tanh_(own.z), gelu_tanh_(own.w));
+        mine[i] = own * theirs[i];
+    }
+}
+
+uint larger(uint most, vec4 own) {
+    uvec4 bits = floatBitsToUint(own) & 0x7fffffffu;
+    return max(most, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+}
+
+// The scale of a row: its largest magnitude over 127. The order of bits is that of magnitudes, with NaN above all. A row
+// of zeros has scale 1; one that is not finite has NaN, which its results keep.
 float row_scale() {
     uint most = 0u;
-    for (uint t = lane(); t < blocks * 8u; t += LANES) {
-        uvec4 bits = floatBitsToUint(made_of(t)) & 0x7fffffffu;
-        most = max(most, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+    if (PROLOGUE == 0u) {
+        for (uint t = lane(); t < blocks * 8u; t += LANES) most = larger(most, x[t]);
+    } else {
+        [[unroll]] for (uint i = 0u; i < EACH; ++i) {
+            if (has(i)) most = larger(most, mine[i]);
+        }
     }
     for (uint o = 1u; o < SUBGROUP; o <<= 1) most = max(most, subgroupShuffleXor(most, o));
     if (gl_SubgroupInvocationID == 0u) largest[gl_SubgroupID] = most;
@@ -227,12 +262,43 @@ uint four_codes(vec4 own, float s) {
     return pack_bytes(ivec4(clamp(roundEven(own / s), vec4(-128.0), vec4(127.0))));
 }
 
-// Result t of the workgroup, which is n_ of the part, with its bias.
-float finished(uint t, uint n_, float factor) {
+// Four columns of what is multiplied, to shared memory.
+void share(uint t, vec4 own, float s) {
+    if (CODES != 0u) codes[t / 4u][t % 4u] = four_codes(own, s);
+    else made[t] = own;
+}
+
+// What a result is finished with, read before it is needed.
+struct Ending {
+    uint n;
+    float bias, partner_bias, added;  // the partner: the element of the other half of the head
+    float cosine, sine;
+    uint row;
+};
+
+Ending ending(uint tile, uint t) {
+    Ending end = Ending(row_group(tile, t / 8u) * 8u + t % 8u, 0.0, 0.0, 0.0, 1.0, 0.0, 0u);
+    if (t >= R * 8u || end.n >= n) return end;
+    if (biased != 0u) end.bias = bias[column + end.n];
+    if (VALUES == 0u && added != 0u) end.added = residual[column + end.n];
+#ifdef PLACED
+    end.row = row_index[0];
+    if (ROPE != 0u) {
+        uint k = end.n % ROPE;
+        bool second = k >= ROPE / 2u;
+        end.cosine = cosine[k];
+        end.sine = second ? sine_[k] : -sine_[k];
+        if (biased != 0u) end.partner_bias = bias[column + (second ? end.n - ROPE / 2u : end.n + ROPE / 2u)];
+    }
+#endif
+    return end;
+}
+
+// The sum of result t of the workgroup over the subgroups.
+float total(uint t) {
     float value = 0.0;
     [[unroll]] for (uint s = 0u; s < SUBGROUPS; ++s) value += partial[s * R * 8u + t];
-    value *= factor;
-    return biased == 0u ? value : value + bias[column + n_];
+    return value;
 }
 
 void main() {
@@ -243,29 +309,27 @@ void main() {
     [[unroll]] for (uint i = 0u; i < R; ++i) acc[i] = 0.0;
     // 1. The first weights are on their way while x is made and quantized: scales, which all lanes find together, codes.
     load(tile, lane() >> 3);
+    Ending own = ending(tile, lane());
     if (VALUES != 0u) {
         for (uint t = lane(); t < VALUES; t += LANES) values[t] = table[t];
         barrier();
     }
     float factor = 1.0;
-    if (PROLOGUE == RMS_NORM) {
-        float sum = 0.0;
-        for (uint t = lane(); t < blocks * 8u; t += LANES) sum += dot(x[t], x[t]);
-        norm_scale = divide(1.0, sqrt(sum_once(sum) / float(blocks * 32u) + eps));
+    if (PROLOGUE != 0u) make();
+    if (CODES != 0u) factor = row_scale();
+    if (PROLOGUE != 0u) {
+        [[unroll]] for (uint i = 0u; i < EACH; ++i) {
+            if (has(i)) share(lane() + i * LANES, mine[i], factor);
+        }
+    } else if (CODES != 0u) {
+        for (uint t = lane(); t < blocks * 8u; t += LANES) share(t, x[t], factor);
     }
-    if (CODES != 0u) {
-        factor = row_scale();
-        for (uint t = lane(); t < blocks * 8u; t += LANES) codes[t / 4u][t % 4u] = four_codes(made_of(t), factor);
-        barrier();
-    } else if (PROLOGUE != 0u) {
-        for (uint t = lane(); t < blocks * 8u; t += LANES) made[t] = made_of(t);
-        barrier();
-    }
+    if (CODES != 0u || PROLOGUE != 0u) barrier();
     // 2. Products of UNROLL blocks, then loads of the next.
     for (uint first = lane() >> 3; first < blocks; first += stride * UNROLL) {
         if (first != lane() >> 3) load(tile, first);
         [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
-            if (first + c * stride < blocks) add_block(first + c * stride, tile, c);
+            if (first + c * stride < blocks) add_block(first + c * stride, c);
         }
     }
     // 3. Lanes of a subgroup that share a row, 8 apart, add their blocks up by shuffles ...
@@ -277,21 +341,15 @@ void main() {
     // 4. ... and the subgroups in shared memory. It is written once, so one barrier suffices.
     barrier();
     for (uint t = lane(); t < R * 8u; t += LANES) {
-        uint n_ = row_group(tile, t / 8u) * 8u + t % 8u;
-        if (n_ >= n) continue;
-        float value = finished(t, n_, factor);
-        if (VALUES == 0u && added != 0u) value += residual[column + n_];
+        if (t != lane()) own = ending(tile, t);
+        if (own.n >= n) continue;
+        float value = total(t) * factor + own.bias + own.added;
 #ifdef PLACED
-        if (ROPE != 0u) {
-            uint k = n_ % ROPE;
-            bool second = k >= ROPE / 2u;
-            float partner = finished(t ^ 8u, second ? n_ - ROPE / 2u : n_ + ROPE / 2u, factor) * sine_[k];
-            value = value * cosine[k] + (second ? partner : -partner);
-        }
-        uint place = offset + row_index[0] * row_stride + n_ / head * head_stride + n_ % head;
+        if (ROPE != 0u) value = value * own.cosine + (total(t ^ 8u) * factor + own.partner_bias) * own.sine;
+        uint place = offset + own.row * row_stride + own.n / head * head_stride + own.n % head;
         write_result(place, value, dtype);
 #else
-        write_result(column + n_, value, dtype);
+        write_result(column + own.n, value, dtype);
 #endif
     }
 }

@@ -61,6 +61,8 @@ class Around:
 
 
 _NOTHING = Around()
+_MOST_KEPT = 8
+"""Fours of columns that a lane keeps in registers."""
 _LAST_BINDING = 10
 """Of the variants with `Heads`."""
 
@@ -134,6 +136,8 @@ class RowGemv(Single):
         if geometry.columns != geometry.k or (residual and geometry.is_table):
             return None
         found, limits = replace(self, prologue=prologue), device.description.limits
+        if prologue and geometry.columns > 4 * _MOST_KEPT * self.lanes:
+            return None
         if rotated is not None:
             if geometry.n % max(rotated, 1) or rotated % 16 or limits.storage_buffers <= _LAST_BINDING:
                 return None
