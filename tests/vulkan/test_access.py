@@ -16,10 +16,16 @@ R, W, A = access.READ, access.WRITE, access.ATOMIC
 
 
 def test_modules_say_what_they_read_and_write():
-    assert access.of_variant("rope") == (R, R, R, 0, 0, 0, 0, W)
-    assert access.of_variant("checked") == (R, R | W, 0, 0, 0, 0, 0, W)
-    assert access.of_variant("quantize") == (R, R, R, 0, 0, W, 0, W)
-    assert access.of_variant("gemv_split") == (R, W, W, W, 0, 0, 0, 0)
+    known = {
+        "rope": (R, R, R, 0, 0, 0, 0, W),
+        "checked": (R, R | W, 0, 0, 0, 0, 0, W),
+        "quantize": (R, R, R, 0, 0, W, 0, W),
+        "gemv_split": (R, W, W, W, 0, 0, 0, 0),
+        "gemv_row_placed_dot": (R, R, R, R, R, R, W, R, R, R, R),
+        "attention_joined": (R, R, R, R, R | W, W, R | W, R | W),
+    }
+    for variant, flags in known.items():
+        assert access.of_variant(variant) == (*flags, *[0] * (native.BINDINGS - len(flags))), variant
 
 
 def test_every_variant_has_something_that_it_writes():

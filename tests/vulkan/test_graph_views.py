@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qcore_vulkan import native
-from qcore_vulkan.builder import Ref
+from qcore_vulkan.builder import Builder, Ref
 from qcore_vulkan.graphs.planner import Planner
 from qcore_vulkan.graphs.views import bounds, expanded, overlaps, reshaped, reshaped_strides, squeezed
 from qcore_vulkan.steps.operand import Operand
@@ -68,6 +68,28 @@ def freed(planner: Planner, *refs: Ref) -> None:
     for ref in refs:
         planner.free(ref)
     planner.waited()
+
+
+def test_zeros_outlive_what_is_settled(planner):
+    planner.scratch(100)
+    mark = planner.mark()
+    zeros = planner.zeros(64)
+    planner.settle(mark, ())
+    assert planner.zeros(256) == zeros
+    planner.waited()
+    assert planner.scratch(100).offset not in range(zeros.offset, zeros.offset + zeros.bytes)
+    assert planner.zeros(257) != zeros
+
+
+def test_zeros_of_memory_that_is_given_back():
+    b = Builder(None)
+    kept = b.zeros(4)
+    mark = b.mark()
+    b.rewind(mark)
+    assert b.zeros(4) == kept
+    b.rewind(0)
+    b.scratch(4)
+    assert b.zeros(4) != kept
 
 
 def test_memory_is_used_again_once_it_is_free(planner):

@@ -156,6 +156,26 @@ def test_rows_that_see_no_key_are_0(any_gpu):
     assert not run(any_gpu, attention, q, k, k, seen, False, None)[:, :, 1].any()
 
 
+def chained(b, q, k, other):
+    """Three attentions one after the other; the second has more heads of keys."""
+    y = attention(b, q, k, k, None, False, None)
+    y = attention(b, y, other, other, None, False, None)
+    return attention(b, y, k, k, None, False, None)
+
+
+def test_splits_are_joined_by_the_last_workgroup(any_gpu):
+    q, k, other = drawn(1, 4, 2, 8), drawn(1, 2, 400, 8), drawn(1, 4, 400, 8)
+    expected = expected_of(q, k, k, None, False, None)
+    expected = expected_of(expected, other, other, None, False, None)
+    expected = expected_of(expected, k, k, None, False, None)
+    runner = Runner(any_gpu)
+    y = chained(runner.b, *map(runner.operand, (q, k, other)))
+    for _ in range(2):
+        assert torch.allclose(runner.read(y)[0].double(), expected, rtol=1e-5, atol=3e-6)
+    names = [step.name for step in runner.b.described()]
+    assert (names.count("attention_joined"), names.count("fill")) == (3, 1)
+
+
 def test_large_scores(vulkan):  # noqa: F811
     q, k = drawn(1, 2, 3, 8) * 100, drawn(1, 2, 150, 8) * 10
     got = run(vulkan, attention, q, k, k, None, False, None)

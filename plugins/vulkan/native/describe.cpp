@@ -67,6 +67,7 @@ void write_limits(Json& json, const Physical& device) {
   json.key("max_invocations").value(uint64_t{limits.maxComputeWorkGroupInvocations});
   json.key("shared_memory").value(uint64_t{limits.maxComputeSharedMemorySize});
   json.key("push_constants").value(uint64_t{limits.maxPushConstantsSize});
+  json.key("storage_buffers").value(uint64_t{device.bindings()});
   json.key("storage_align").value(uint64_t{limits.minStorageBufferOffsetAlignment});
   json.key("timestamp_period").value(device.timestamp_bits() ? double{limits.timestampPeriod} : 0.0);
   json.key("cores").value(uint64_t{device.cores_nv.shaderSMCount});  // 0: not told

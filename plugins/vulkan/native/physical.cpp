@@ -89,15 +89,18 @@ uint32_t Physical::timestamp_bits() const {
   return family < 0 ? 0 : queues[family].timestampValidBits;
 }
 
+uint32_t Physical::bindings() const {
+  const VkPhysicalDeviceLimits& most = limits();
+  return std::min({most.maxPerStageDescriptorStorageBuffers, most.maxDescriptorSetStorageBuffers, kBindings});
+}
+
 std::string Physical::missing() const {
   if (!at_least(VK_API_VERSION_1_2)) return "its driver is older than Vulkan 1.2";
   if (queue_family() < 0) return "it has no queue that computes";
   if (!features12.timelineSemaphore) return "it has no timeline semaphores";
   if (!has(VK_KHR_PUSH_DESCRIPTOR_EXTENSION_NAME)) return "it has no VK_KHR_push_descriptor";
   if (!features11.storageBuffer16BitAccess) return "its storage buffers have no 16-bit elements";
-  const VkPhysicalDeviceLimits& most = limits();
-  const uint32_t bindings = std::min(most.maxPerStageDescriptorStorageBuffers, most.maxDescriptorSetStorageBuffers);
-  if (bindings < kBindings) return "its shaders see " + std::to_string(bindings) + " storage buffers, of 8";
+  if (bindings() < kFewestBindings) return "its shaders see " + std::to_string(bindings()) + " storage buffers, of 8";
   return "";
 }
 

@@ -8,7 +8,8 @@
 
 namespace qv {
 
-constexpr uint32_t kBindings = 8;  // storage buffers of a shader
+constexpr uint32_t kBindings = 12;  // storage buffers of a shader, at most
+constexpr uint32_t kFewestBindings = 8;
 
 struct Physical {
   Physical(Instance& instance, VkPhysicalDevice handle);
@@ -21,6 +22,8 @@ struct Physical {
   // Family of the first queue that computes, or -1.
   int32_t queue_family() const;
   uint32_t timestamp_bits() const;
+  // Storage buffers that a shader can have here.
+  uint32_t bindings() const;
   // Why this library cannot use the device; empty if it can.
   std::string missing() const;
 

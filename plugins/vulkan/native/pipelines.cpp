@@ -29,7 +29,8 @@ void Pipelines::release() {
 
 void Pipelines::create_layout() {
   VkDescriptorSetLayoutBinding bindings[kBindings]{};
-  for (uint32_t i = 0; i < kBindings; ++i) {
+  const uint32_t count = context_.physical->bindings();
+  for (uint32_t i = 0; i < count; ++i) {
     bindings[i].binding = i;
     bindings[i].descriptorType = VK_DESCRIPTOR_TYPE_STORAGE_BUFFER;
     bindings[i].descriptorCount = 1;
@@ -37,7 +38,7 @@ void Pipelines::create_layout() {
   }
   VkDescriptorSetLayoutCreateInfo set{VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO};
   set.flags = VK_DESCRIPTOR_SET_LAYOUT_CREATE_PUSH_DESCRIPTOR_BIT_KHR;
-  set.bindingCount = kBindings;
+  set.bindingCount = count;
   set.pBindings = bindings;
   check(context_.vk.vkCreateDescriptorSetLayout(context_.device, &set, nullptr, &set_), "vkCreateDescriptorSetLayout");
   VkPushConstantRange push{VK_SHADER_STAGE_COMPUTE_BIT, 0, kPushBytes};

@@ -50,7 +50,8 @@ void Program::hold(const qv_step& step) {
 }
 
 void Program::check_step(const qv_step& step) const {
-  if (step.bindings > kBindings) refuse("a step with more than 8 ranges");
+  const uint32_t most = device_.context.physical->bindings();
+  if (step.bindings > most) refuse("a step with more than " + std::to_string(most) + " ranges");
   if (step.kind == QV_DISPATCH) return check_dispatch(step);
   if (step.kind > QV_FILL) refuse("no kind of step has the number " + std::to_string(step.kind));
   const uint32_t needed = step.kind == QV_COPY ? 2 : 1;

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define QV_ABI 3u  // raised whenever anything below changes its meaning
+#define QV_ABI 4u  // raised whenever anything below changes its meaning
 
 enum {
   QV_OK = 0,
@@ -49,7 +49,7 @@ typedef struct {
   uint32_t flags;
   uint32_t push_bytes, bindings;  // used lengths of the two arrays
   uint32_t push[32];
-  qv_range ranges[8];             // set 0, bindings 0..7
+  qv_range ranges[12];            // set 0, bindings 0..11, within limits.storage_buffers
 } qv_step;
 
 // Rows of host memory and the rows of INPUT or OUTPUT that they are copied to or from. `host_pitch` and `pitch`: bytes
@@ -79,7 +79,7 @@ int qv_free(qv_device* device, uint64_t buffer);
 int qv_write(qv_device* device, uint64_t buffer, uint64_t offset, const void* data, uint64_t bytes);
 int qv_read(qv_device* device, uint64_t buffer, uint64_t offset, void* data, uint64_t bytes);
 
-// Compiles a shader: storage buffers in set 0 at bindings 0..7, 128 bytes of push constants at most, entry "main".
+// Compiles a shader: storage buffers in set 0 at bindings 0..11, 128 bytes of push constants at most, entry "main".
 // `constants`: specialization constants with ids 0..count-1. `subgroup`: required size, 0 for any.
 // QV_UNSUPPORTED if the device or its compiler cannot do it.
 int qv_pipeline(qv_device* device, const uint32_t* spirv, uint64_t bytes, const uint32_t* constants, uint32_t count,

@@ -10,7 +10,8 @@
 //    its columns for all rows in registers. A value that has no weight is not read.
 //
 // At the end the groups' sums are added in shared memory. If the keys are split over workgroups, each writes its sums
-// with the largest score and the sum of weights, and attention_join makes results of them.
+// with the largest score and the sum of weights, and attention_join makes results of them. JOINED: the workgroup of a
+// key head that ends last does so itself, which spares a step that waits.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -66,9 +67,18 @@ layout(binding = 1) readonly buffer Ks { vec4 k_vectors[]; };
 layout(binding = 2) readonly buffer V { float v_words[]; };
 layout(binding = 2) readonly buffer Vs { vec4 v_vectors[]; };
 layout(binding = 3) readonly buffer Mask { uint mask[]; };
-layout(binding = 6) writeonly buffer Totals { vec2 totals[]; };  // [split][row]: largest score, sum of weights
-layout(binding = 7) writeonly buffer Result { float result[]; };
-layout(binding = 7) writeonly buffer Results { vec4 results[]; };
+#ifdef JOINED
+#define RESULT 5
+#define PARTIAL coherent
+layout(binding = 4) coherent buffer Ended { uint ended[]; };  // workgroups of each key head, 0 before and after
+#else
+#define RESULT 7
+#define PARTIAL writeonly
+#endif
+layout(binding = RESULT) writeonly buffer Result { float result[]; };
+layout(binding = RESULT) writeonly buffer Results { vec4 results[]; };
+layout(binding = 6) PARTIAL buffer Totals { vec2 totals[]; };   // [split][row]: largest score, sum of weights
+layout(binding = 7) PARTIAL buffer Partial { vec4 partial[]; };  // [split][row][four]
 
 shared vec4 query[ROWS * Q4];
 shared vec4 weight[KEYS * PITCH];  // [key][row]: scores, then their powers
@@ -79,6 +89,7 @@ shared uint sees[ROWS];            // the key before which its keys end
 shared uint mask_row[ROWS];        // where its mask begins
 shared vec4 part[WIDTH * EACH * GROUPS];
 shared uint met[3];                // whether a row sees one of these keys; of those before and after them as well
+shared uint before;                // workgroups that have ended before this one
 
 #define LOWEST uintBitsToFloat(0xff800000u)
 
@@ -229,13 +240,13 @@ void add_values(uint c, uint base, uint end, uint column, uint batch, uint head)
     }
 }
 
+// Where the sums of a row over the keys of a split are.
+uint place_of(uint split, uint row) {
+    return (split * gl_NumWorkGroups.y + gl_WorkGroupID.y) * push.rows + row;
+}
+
 // Four columns of the result of a row.
 void store(uint row, uint four, vec4 value, uint batch, uint head) {
-    if (SPLIT != 0u) {
-        uint place = (gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y) * push.rows + row;
-        results[place * V4 + four] = value;
-        return;
-    }
     uint query_head = head * push.shared_by + row % push.shared_by;
     uint at = push.y_offset + batch * push.y_stride[0] + query_head * push.y_stride[1] +
               row / push.shared_by * push.y_stride[2];
@@ -257,13 +268,45 @@ void finish_row(uint r, uint row, uint column, uint batch, uint head) {
         if (V4 % WIDTH != 0u && four >= V4) continue;
         vec4 sum = sums[r * EACH + j];
         for (uint g = 1u; g < GROUPS; ++g) sum += part[(g * EACH + j) * WIDTH + column];
-        store(row, four, sum * scale, batch, head);
+        if (SPLIT != 0u) partial[place_of(gl_WorkGroupID.z, row) * V4 + four] = sum;
+        else store(row, four, sum * scale, batch, head);
     }
-    if (SPLIT != 0u && column == 0u) {
-        uint place = (gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y) * push.rows + row;
-        totals[place] = vec2(most[r / 4u][r % 4u], all_weight);
-    }
+    if (SPLIT != 0u && column == 0u) totals[place_of(gl_WorkGroupID.z, row)] = vec2(most[r / 4u][r % 4u], all_weight);
 }
+
+#ifdef JOINED
+// Whether all other workgroups of the key head have ended: what they wrote can be read then.
+bool is_last(uint lane) {
+    memoryBarrierBuffer();
+    barrier();
+    if (lane == 0u) {
+        memoryBarrierBuffer();
+        before = atomicAdd(ended[gl_WorkGroupID.y], 1u);
+        memoryBarrierBuffer();
+        if (before + 1u == gl_NumWorkGroups.z) ended[gl_WorkGroupID.y] = 0u;
+    }
+    barrier();
+    memoryBarrierBuffer();
+    return before + 1u == gl_NumWorkGroups.z;
+}
+
+// Four columns of a row from the sums of all splits.
+void join(uint row, uint four, uint batch, uint head) {
+    float largest = LOWEST;
+    for (uint s = 0u; s < gl_NumWorkGroups.z; ++s) largest = max(largest, totals[place_of(s, row)].x);
+    float all_weight = 0.0;
+    vec4 sum = vec4(0.0);
+    for (uint s = 0u; s < gl_NumWorkGroups.z; ++s) {
+        vec2 of_split = totals[place_of(s, row)];
+        vec4 own = partial[place_of(s, row) * V4 + four];
+        float less = of_split.x == LOWEST ? 0.0 : exp2(of_split.x - largest);
+        all_weight += of_split.y * less;
+        // Not a product with 0: what a split without keys has added up may be anything but is not needed.
+        if (less != 0.0) sum += own * less;
+    }
+    store(row, four, sum * (all_weight == 0.0 ? 0.0 : 1.0 / all_weight), batch, head);
+}
+#endif
 
 void main() {
     uint lane = gl_SubgroupID * gl_SubgroupSize + gl_SubgroupInvocationID;
@@ -324,4 +367,8 @@ void main() {
         }
         if (group == 0u && first + r < push.rows) finish_row(r, first + r, column, batch, head);
     }
+#ifdef JOINED
+    if (!is_last(lane)) return;
+    for (uint i = lane; i < push.rows * V4; i += LANES) join(i / V4, i % V4, batch, head);
+#endif
 }

@@ -80,6 +80,7 @@ class Builder:
         self._buffers: dict[int, Buffer] = {}
         self._used = {native.ARENA: 0, native.INPUT: 0, native.OUTPUT: 0}
         self._top = 0
+        self._zeros: Ref | None = None
 
     def scratch(self, nbytes: int) -> Ref:
         """Memory on the device until the end of the program, or until `rewind`."""
@@ -95,6 +96,15 @@ class Builder:
     def rewind(self, mark: int) -> None:
         """Let later scratch memory reuse that allocated since `mark`; steps that use it wait for those before."""
         self._top = mark
+        if self._zeros is not None and self._zeros.offset >= mark:
+            self._zeros = None
+
+    def zeros(self, nbytes: int) -> Ref:
+        """Memory of zeros, for steps that leave it as they find it."""
+        if self._zeros is None or self._zeros.bytes < nbytes:
+            self._zeros = self.scratch(max(nbytes, ALIGN))
+            self.fill(self._zeros)
+        return self._zeros
 
     def prepared(self, source: Ref, key: Hashable, make: Callable[[], _T]) -> _T:
         """The result of ``make``, which appends steps that derive something from the memory ``source``.

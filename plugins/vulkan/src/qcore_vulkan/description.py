@@ -17,7 +17,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: 0 if unknown."""
+    """Sizes in bytes.
+
+    ``storage_buffers`` of a shader; ``timestamp_period``: nanoseconds per tick, 0 without timestamps; ``cores``: 0 if
+    unknown.
+    """
 
     max_storage_range: int
     max_allocation: int
@@ -26,6 +30,7 @@ class Limits:
     max_invocations: int
     shared_memory: int
     push_constants: int
+    storage_buffers: int
     storage_align: int
     timestamp_period: float
     cores: int

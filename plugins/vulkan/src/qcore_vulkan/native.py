@@ -12,7 +12,7 @@ from typing import Any
 
 from qcore.plugin_api import PluginError
 
-ABI = 3
+ABI = 4
 FILE = "libqcore_vulkan.so"
 
 VALIDATE, BLOCK, SPIN = 1, 2, 4
@@ -25,7 +25,7 @@ NO_BARRIER = 1
 TIMESTAMPS, STEP_TIMES = 1, 2
 UNWRITTEN = 1
 INJECT_LOST, INJECT_OUT_OF_MEMORY, INJECT_IDLE = 1, 2, 4
-PUSH_WORDS, BINDINGS = 32, 8
+PUSH_WORDS, BINDINGS = 32, 12
 
 
 class VulkanError(PluginError):

@@ -12,7 +12,6 @@ from . import tuning_cache
 from .calls import Form, in_rows, per_token, record_linear
 from .layout import DeviceWeight, download, upload
 from .steps import selection
-from .steps.prepare import is_asymmetric, is_symmetric
 from .steps.problem import GemmProblem
 from .weights import Resident
 
@@ -28,15 +27,7 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
     if device.profile != "gpu":
         return  # register tiles are the only kernel
     out_dtype = form.out_dtype if form.output is None else torch.float32
-    problem = GemmProblem(
-        "gemm_float" if form.activation is None else "gemm_int",
-        x.shape[0],
-        resident.weight.geometry,
-        x.dtype,
-        out_dtype,
-        form.activation is not None and is_asymmetric(form.activation),
-        form.activation is not None and is_symmetric(form.activation),
-    )
+    problem = GemmProblem.of(form.activation, x.shape[0], resident.weight.geometry, (x.dtype, out_dtype))
     weights = _copies(resident)
     inputs = [in_rows(x), *(per_token(name, value, x.shape[0]) for name, value in given.items())]
     y = torch.empty((x.shape[0], resident.n), dtype=form.out_dtype)

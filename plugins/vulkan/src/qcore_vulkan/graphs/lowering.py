@@ -18,7 +18,7 @@ from ..builder import Place, Program, Ref
 from ..device import Buffer, Device
 from ..steps.operand import Operand, new, over
 from ..steps.pointwise import binary, checked, convert, fill
-from . import sentinels
+from . import order, sentinels
 from .numbers import host_dtype, on_device
 from .planner import Planner
 from .residents import Weight
@@ -63,15 +63,16 @@ class Lowering:
         self.b, self._rule_of = Planner(device), rule_of
         self._part, self._given, self._constants = part, given, constants
         self._values: dict[fx.Node, Any] = {}
-        self._last, self._halves = _last_uses(part), halves(part)
+        self._nodes = order.ordered(part)
+        self._last, self._halves = _last_uses(self._nodes), halves(part)
         self._now: fx.Node | None = None
         self._holders: dict[Hashable, set[fx.Node]] = {}
         self._states = {one for one, role in zip(given, _roles(part), strict=True) if role is Role.STATE}
         self._checked: dict[tuple[fx.Node, int, bool], Operand] = {}
         self._flags: Ref | None = None
-        self.ahead: dict[fx.Node, Operand] = {}
+        self.ahead: dict[fx.Node, Any] = {}
 
-    # For rules. They may leave results of later nodes in `ahead`, whose rules then take them.
+    # For rules. They may leave values of later nodes in `ahead`, whose rules are not called then.
 
     def known(self, node: Any) -> Any:
         """The value of an argument of any node, a node or not; None if it is not there yet."""
@@ -134,13 +135,24 @@ class Lowering:
 
         A copy unless nothing else needs it.
         """
+        assert self._now is not None
+        x = self.written_by(self._now, node)
+        return convert(self.b, self._values[node], self._values[node].dtype) if x is None else x
+
+    def written_by(self, writer: fx.Node, node: Any) -> Operand | None:
+        """The value of ``node``, if the present node may write its memory in the place of ``writer``, a later one.
+
+        None if anything else needs it from now on.
+        """
         x: Operand = self._values[node]
         holders = self._holders.get(_memory(x.ref), set())
         owned = x.ref.buffer == native.ARENA or x.ref.buffer in self._states
-        alone = all(self._last[one] is self._now for one in holders)
+        alone = all(self._last[one] is writer for one in holders)
+        readers = {reader for one in holders for reader in one.users} - {writer}
+        read = writer is not self._now and not all(reader in self._values for reader in readers)
         pinned = any(x.ref == one.ref for one in self._checked.values())
-        if not owned or not alone or pinned or overlaps(x):
-            return convert(self.b, x, x.dtype)
+        if not owned or not alone or read or pinned or overlaps(x):
+            return None
         self.b.forget(x.ref)
         return x
 
@@ -150,7 +162,7 @@ class Lowering:
         """Record the part. Raises `OutOfMemory` if the device has no room for what lives at once."""
         places = iter(zip(self._part.inputs, self._given, strict=True))
         inputs: list[Place] = []
-        for node in self._part.graph.graph.nodes:
+        for node in self._nodes:
             if node.op == "placeholder":
                 one, given = next(places)
                 self._keep(node, self._input(one.name, one.example, one.role, given, inputs))
@@ -192,7 +204,9 @@ class Lowering:
 
     def _call(self, node: fx.Node) -> None:
         self._now = node
-        if node.target is operator.getitem:
+        if node in self.ahead:
+            self._keep(node, self.ahead.pop(node))
+        elif node.target is operator.getitem:
             source, at = node.args
             self._keep(node, self._values[source][at])  # type: ignore[index]
         else:
@@ -200,9 +214,8 @@ class Lowering:
             args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
             kwargs: Any = fx.node.map_arg(node.kwargs, self._values.__getitem__)
             value = self._rule_of(node.target)(self, node, *args, **kwargs)
-            self.ahead.pop(node, None)
-            kept = (*_operands(value), *self._checked.values(), *self.ahead.values())
-            self.b.settle(mark, (one.ref for one in kept))
+            kept = (value, tuple(self._checked.values()), *self.ahead.values())
+            self.b.settle(mark, (one.ref for group in kept for one in _operands(group)))
             self._keep(node, value)
         for one in (node, *node.all_input_nodes):
             if self._last[one] is node:
@@ -304,10 +317,10 @@ def _is_weight(user: fx.Node, node: fx.Node) -> bool:
     return (dense or table) and [i for i, one in enumerate(user.args) if one is node] == [at]
 
 
-def _last_uses(part: GraphPart) -> dict[fx.Node, fx.Node]:
+def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The last node that reads the value of each node: the graph's output for what it returns."""
     found: dict[fx.Node, fx.Node] = {}
-    for node in part.graph.graph.nodes:
+    for node in nodes:
         found[node] = node
         for source in node.all_input_nodes:
             found[source] = node

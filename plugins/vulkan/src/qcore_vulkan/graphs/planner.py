@@ -99,6 +99,7 @@ class Planner(Builder):
         """Free what was allocated since `mark` but for the ranges ``kept``, and what was `prepared`."""
         offsets = {ref.offset for ref in kept if ref.buffer == native.ARENA}
         offsets |= {ref.offset for refs in self._derived.values() for ref in refs}
+        offsets |= set() if self._zeros is None else {self._zeros.offset}
         for ref in [*self._made.values()][mark:]:
             if ref.offset not in offsets:
                 self.free(ref)

@@ -112,6 +112,10 @@ def _launch(
     refs: list[Ref | None] = [q.ref, k.ref, v.ref, q.ref if view is None else view.ref, None, None, totals, sums]
     push.append(scale * _LOG2_E)
     groups, size = (tiles, pairs, splits), required_subgroup(b.device)
+    if splits > 1 and tiles == 1:
+        refs[4:6] = [b.zeros(4 * pairs), y.ref]
+        b.dispatch("attention_joined", constants, groups, push, refs, subgroup=size)
+        return
     b.dispatch("attention", constants, groups, push, refs, subgroup=size)
     if splits > 1:
         lanes = pairs * rows * fours[1]

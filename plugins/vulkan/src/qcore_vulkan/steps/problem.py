@@ -10,6 +10,7 @@ import torch
 from ..builder import Builder
 from ..layout import Geometry, Part
 from .experts import Added
+from .prepare import Activation, is_asymmetric, is_symmetric
 from .rows import FloatRows, Int8Rows, Rows
 
 Activations = Rows | FloatRows | Int8Rows
@@ -33,6 +34,24 @@ class GemmProblem:
     symmetric: bool = False
     coarse: bool = False
     experts: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        activation: Activation | None,
+        m: int,
+        geometry: Geometry,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        *,
+        window: bool = False,
+        coarse: bool = False,
+        experts: bool = False,
+    ) -> GemmProblem:
+        """That of a scheme's activations; ``dtypes``: of x and the result; ``window``: a convolution's columns."""
+        if activation is None:
+            return cls("gemm_float", m, geometry, *dtypes, False, coarse=coarse, experts=experts)
+        form = is_asymmetric(activation), is_symmetric(activation) and not window
+        return cls("gemm_int", m, geometry, *dtypes, *form, experts=experts)
 
 
 class GemmKernel(Protocol):

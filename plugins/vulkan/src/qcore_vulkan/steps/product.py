@@ -15,7 +15,7 @@ from ..device import Buffer, Device
 from ..layout import DeviceWeight, Geometry, Part
 from ..variants import float_variant, int_variant
 from .experts import Added, Ends, columns, first_column, is_biased, memory, row_tiles, words
-from .prepare import Activation, Source, is_asymmetric, is_symmetric, prepare_float, quantize
+from .prepare import Activation, Source, prepare_float, quantize
 from .problem import Activations, GemmKernel, GemmProblem
 from .rows import NUMBERS, Int8Rows, Rows
 
@@ -111,17 +111,16 @@ def multiply(
 def _choose(
     device: Device, source: Source, weight: DeviceWeight, bias: Added, activation: Activation | None, out: Rows
 ) -> GemmKernel:
-    op: Literal["gemm_float", "gemm_int"] = "gemm_float" if activation is None else "gemm_int"
     experts = bias.experts if isinstance(bias, Ends) else 0
     rows = -(-source.rows // experts) if experts else source.rows
     if source.heads == 1:
         from . import selection
 
-        asymmetric = activation is not None and is_asymmetric(activation)
-        symmetric = activation is not None and is_symmetric(activation) and source.window is None
-        form = (source.x.dtype, out.dtype, asymmetric, symmetric, activation is None and source.x.coarse)
-        problem = GemmProblem(op, rows, weight.geometry, *form, bool(experts))
+        dtypes, window = (source.x.dtype, out.dtype), source.window is not None
+        form = {"window": window, "coarse": source.x.coarse, "experts": bool(experts)}
+        problem = GemmProblem.of(activation, rows, weight.geometry, dtypes, **form)
         found = selection.choose(device, problem)
         if found is not None:
             return found
+    op = "gemm_float" if activation is None else "gemm_int"
     return tile(device, op, rows, weight.geometry, source.heads, bool(experts))

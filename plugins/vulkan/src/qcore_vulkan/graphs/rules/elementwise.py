@@ -13,6 +13,7 @@ from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, unary, where
 from ..lowering import Lowering, Rule
 from ..numbers import INTEGERS, SMALL, on_device
+from .fusing import Prologue, deferred
 from .registry import rule, rule_name
 
 Number = Operand | float | int | bool
@@ -197,10 +198,12 @@ def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype, *
 
 
 def _arithmetic(name: str) -> Rule:
-    def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Operand:
+    def apply(c: Lowering, node: fx.Node, x: Number, y: Number, *, alpha: Any = 1, **_: Any) -> Any:
         if name == "mul" and (isinstance(x, tuple) or isinstance(y, tuple)):
-            return _gated(c, x, y)
+            return _gated(c, node, x, y)
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
+        if name == "mul" and isinstance(x, Operand) and x.dtype == dtype and not isinstance(y, Operand) and y == 1:
+            return x  # as transformers scale the angles of rotary embeddings
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
         if name == "add" and (total := _added_before_norm(c, node, x, y)) is not None:
@@ -232,12 +235,14 @@ _NORMS: dict[Any, Any] = {
 }
 
 
-def _gated(c: Lowering, x: Any, y: Any) -> Operand:
+def _gated(c: Lowering, node: fx.Node, x: Any, y: Any) -> Operand | Prologue:
     """A product with a function that is computed in it, or two."""
     (name, gate), other = (x, y) if isinstance(x, tuple) else (y, x)
     if isinstance(other, tuple):
         other = unary(c.b, other[0].removesuffix("_mul"), other[1])
-    return binary(c.b, name, gate, c.cast(other, torch.float32))
+    other = c.cast(other, torch.float32)
+    made = deferred(c, node, name, gate, other) if gate.shape == other.shape else None
+    return made or binary(c.b, name, gate, other)
 
 
 _OVERFLOWING = frozenset({"add", "sub", "mul"})

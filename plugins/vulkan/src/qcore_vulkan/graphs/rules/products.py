@@ -14,7 +14,8 @@ from ...steps.pointwise import binary
 from ...steps.products import dense, matmul
 from ...steps.rope import rope
 from ..lowering import Lowering
-from .registry import rule, rule_name
+from .fusing import Prologue, cached, deferred
+from .registry import rule
 
 
 def _why_not_integers(node: fx.Node) -> str:
@@ -57,27 +58,19 @@ def _attention(
 
 
 @rule("qcore_graph.rms_norm")
-def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand:
-    return c.ahead[node] if node in c.ahead else rms_norm(c.b, x, weight, eps)
+def _rms_norm(c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, eps: float) -> Operand | Prologue:
+    return deferred(c, node, "rms_norm", x, weight, eps) or rms_norm(c.b, x, weight, eps)
 
 
 @rule("qcore_graph.layer_norm")
 def _layer_norm(
     c: Lowering, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, eps: float
 ) -> Operand:
-    return c.ahead[node] if node in c.ahead else layer_norm(c.b, x, weight, bias, eps)
+    return layer_norm(c.b, x, weight, bias, eps)
 
 
 @rule("qcore_graph.rope")
 def _rope(c: Lowering, node: fx.Node, x: Operand, cos: Operand, sin: Operand) -> Any:
     shape = tuple(node.meta["val"].shape)
     views = tuple(one.broadcast_to(shape) for one in (x, cos, sin))
-    return views if _goes_into_cache(node) else rope(c.b, *views)
-
-
-def _goes_into_cache(node: fx.Node) -> bool:
-    """Whether a rotary embedding is only copied into a cache: `index_copy` computes it there."""
-    user = next(iter(node.users), None)
-    if len(node.users) != 1 or user is None or user.op != "call_function" or rule_name(user.target) != "index_copy":
-        return False
-    return user.args[3] is node and user.args[0] is not node and user.args[2] is not node
+    return views if cached(node) is not None else rope(c.b, *views)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +15,16 @@ from ... import eligibility, steps
 from ...builder import Ref
 from ...calls import geometry
 from ...device import Buffer
-from ...steps import Image, Rows, rows_pitch
+from ...steps import Image, Rows
 from ...steps.codes import decode, encode
 from ...steps.gather import gather, take_along
-from ...steps.operand import HALVES, Operand, contiguous_strides, over
+from ...steps.operand import HALVES, Operand, over
 from ...steps.pointwise import binary, convert
 from ...steps.reductions import cumsum, reduce
 from ..lowering import Lowering
+from ..matrices import operand_of, rows_of
 from ..residents import Weight
-from ..views import reshaped
+from .fusing import Prologue, in_one_step
 from .registry import rule
 
 _CPU = torch.device("cpu")
@@ -62,41 +62,10 @@ def _request(node: fx.Node) -> Any:
     return Conv2dRequest(_CPU, x.dtype, args[10], x.shape[1], args[4], *window, *whole)
 
 
-def rows_of(c: Lowering, x: Operand) -> Rows:
-    """An operand ``(..., K)`` as a matrix whose rows are dense and aligned: copied if it is not."""
-    k = x.shape[-1]
-    matrix = reshaped(x, (x.numel // k, k))
-    found = None if matrix is None else _as_rows(c, matrix)
-    if found is not None:
-        return found
-    rows, pitch = x.numel // k, rows_pitch(k, torch.float32)
-    made = Rows(c.b.scratch(4 * rows * pitch), rows, k, pitch, torch.float32)
-    convert(c.b, x, torch.float32, out=operand_of(made, x.shape))
-    return made
-
-
 def _activations(c: Lowering, node: fx.Node, x: Operand) -> Rows:
     """What a product of ``node`` reads, made of its first argument: no more precise than the model computes."""
     value: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return replace(rows_of(c, x), coarse=value.dtype in HALVES)
-
-
-def _as_rows(c: Lowering, x: Operand) -> Rows | None:
-    """A matrix as rows if its memory allows it."""
-    rows, k = x.shape
-    pitch = x.strides[0] if rows > 1 else rows_pitch(k, torch.float32)
-    start, nbytes = 4 * x.offset, 4 * ((rows - 1) * pitch + rows_pitch(k, torch.float32))
-    dense = (k == 1 or x.strides[1] == 1) and pitch % 4 == 0 and pitch >= k
-    aligned = start % c.b.device.description.limits.storage_align == 0
-    if x.dtype != torch.float32 or not dense or not aligned or start + nbytes > x.ref.bytes:
-        return None
-    return Rows(x.ref if start == 0 else x.ref.part(start, nbytes), rows, k, pitch, torch.float32)
-
-
-def operand_of(rows: Rows, shape: Sequence[int]) -> Operand:
-    """A matrix as an operand ``(..., N)``."""
-    strides = contiguous_strides(shape[:-1])
-    return Operand(rows.ref, tuple(shape), (*(rows.pitch * stride for stride in strides), 1), torch.float32)
 
 
 def _bias(bias: Operand | None) -> tuple[Buffer | None, Operand | None]:
@@ -109,9 +78,13 @@ def _bias(bias: Operand | None) -> tuple[Buffer | None, Operand | None]:
 
 @rule("qcore_graph.linear", why_not=_why_not)
 def _linear(
-    c: Lowering, node: fx.Node, x: Operand, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
+    c: Lowering, node: fx.Node, x: Any, weight: Weight, bias: Operand | None, scheme: str, n: int, *_: Any
 ) -> Operand:
     of, (buffer, rest) = scheme_of(scheme), _bias(bias)
+    fused = in_one_step(c, node, x, weight, buffer, ends=rest is None)
+    if fused is not None:
+        return _finished(c, fused, rest, of)
+    assert not isinstance(x, Prologue)
     rows = _activations(c, node, _ordered(c, _decoded(c, x, of), weight))
     y = steps.linear(c.b, rows, weight.weight, buffer, *_quantization(of))
     return _finished(c, operand_of(y, node.meta["val"].shape), rest, of)
