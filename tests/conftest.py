@@ -1,7 +1,9 @@
 """What all tests share: a fixture, a quick garbage collector, and the turns of exhaustive tests.
 
-With the variable GRID_TURN=N only one of 20 parts of the tests marked `grid` is left, that of N modulo 20. Tests that
-share what takes long are in one part: those of a module that is marked, and those marked with one name, `grid("NAME")`.
+With the variable ALTERNATE_TURN=N half of the tests marked `alternate` are left, the other half if N is odd than if it
+is even. With the variable GRID_TURN=N only one of 20 parts of the tests marked `grid` is left, that of N modulo 20.
+Tests that share what takes long are in one part: those of a module that is marked, and those marked with one name,
+`grid("NAME")`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ def fresh_compiler():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    turn = os.environ.get("GRID_TURN")
-    if not turn:
-        return
-    left_out = {item for item in items if item.get_closest_marker("grid") and not _in_turn(item, int(turn))}
+    left_out = set[pytest.Item]()
+    if turn := os.environ.get("GRID_TURN"):
+        left_out |= {item for item in items if item.get_closest_marker("grid") and not _in_turn(item, int(turn))}
+    if turn := os.environ.get("ALTERNATE_TURN"):
+        halves = [item for item in items if item.get_closest_marker("alternate")]
+        left_out |= {item for item in halves if (zlib.crc32(item.nodeid.encode()) + int(turn)) % 2}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -94,3 +94,20 @@ def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
     assert sorted(map(id, ran)) == sorted(map(id, every))
     assert len(left_out) == (shared.TURNS - 1) * len(every)
     assert len(together) == 7 + 1  # seven modules, one group
+
+
+def test_alternating_tests_run_in_one_of_two_turns(shared, monkeypatch):
+    class Alternating(Item):
+        def get_closest_marker(self, name):
+            return pytest.mark.alternate.mark if self.marked and name == "alternate" else None
+
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    every, plain, ran = [Alternating(i, "itself") for i in range(40)], Alternating(0, ""), []
+    for turn in (8, 9):
+        monkeypatch.setenv("ALTERNATE_TURN", str(turn))
+        items = [*every, plain]
+        shared.pytest_collection_modifyitems(config, items)
+        assert items.pop() is plain
+        assert items
+        ran += items
+    assert sorted(map(id, ran)) == sorted(map(id, every))

@@ -21,7 +21,7 @@ from compiled_models import (
     tiny_decoder,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.alternate]
 
 
 @pytest.fixture(params=["qcore_vulkan", "qcore_xla"])

@@ -12,6 +12,8 @@ onnxruntime = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
+pytestmark = pytest.mark.alternate  # each takes up to half a minute
+
 
 def session(path):
     options = onnxruntime.SessionOptions()

@@ -64,6 +64,7 @@ def write_smollm2():
 
 
 @needs_file
+@pytest.mark.alternate
 def test_language_models(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_smollm2()
@@ -72,6 +73,7 @@ def test_language_models(tmp_path, monkeypatch, capsys):
 
 
 @needs_file
+@pytest.mark.alternate
 def test_language_model_on_any_gpu(tmp_path, monkeypatch, capsys):
     pytest.importorskip("qcore_vulkan")
     monkeypatch.chdir(tmp_path)
