@@ -72,42 +72,37 @@ class Item:
         return SimpleNamespace(own_markers=[pytest.mark.grid.mark] if self.marked == "module" else [])
 
 
-def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
-    left_out = []
-
-    def deselected(items):
-        left_out.extend(items)
-
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=deselected))
-    marked = ["itself"] * 400 + ["group"] * 30 + ["module"] * 50
-    every = [Item(*numbered) for numbered in enumerate(marked)]
-    plain, ran, together = Item(0, ""), [], []
-    for turn in range(31, 31 + shared.TURNS):
-        monkeypatch.setenv("GRID_TURN", str(turn))
+def left_by_turn(shared, monkeypatch, variable, turns, every):
+    """What the hook leaves of ``every`` in each turn; an item without marks stays, and what goes is reported."""
+    for turn in turns:
+        gone = []
+        config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items, gone=gone: gone.extend(items)))
+        monkeypatch.setenv(variable, str(turn))
+        plain = Item(0, "")
         items = [*every, plain]
         shared.pytest_collection_modifyitems(config, items)
         assert items.pop() is plain
         assert items
+        assert len(gone) + len(items) == len(every)
+        yield items
+
+
+def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
+    marked = ["itself"] * 400 + ["group"] * 30 + ["module"] * 50
+    every, ran, together = [Item(*numbered) for numbered in enumerate(marked)], [], []
+    for items in left_by_turn(shared, monkeypatch, "GRID_TURN", range(31, 31 + shared.TURNS), every):
         ran += items
         together += {item.location[0] for item in items if item.marked == "module"}
         together += {item.marked for item in items if item.marked == "group"}
     assert sorted(map(id, ran)) == sorted(map(id, every))
-    assert len(left_out) == (shared.TURNS - 1) * len(every)
     assert len(together) == 7 + 1  # seven modules, one group
 
 
 def test_alternating_tests_run_in_one_of_two_turns(shared, monkeypatch):
     class Alternating(Item):
         def get_closest_marker(self, name):
-            return pytest.mark.alternate.mark if self.marked and name == "alternate" else None
+            return pytest.mark.alternate.mark if name == "alternate" else None
 
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
-    every, plain, ran = [Alternating(i, "itself") for i in range(40)], Alternating(0, ""), []
-    for turn in (8, 9):
-        monkeypatch.setenv("ALTERNATE_TURN", str(turn))
-        items = [*every, plain]
-        shared.pytest_collection_modifyitems(config, items)
-        assert items.pop() is plain
-        assert items
-        ran += items
+    every = [Alternating(i, "itself") for i in range(40)]
+    ran = [item for items in left_by_turn(shared, monkeypatch, "ALTERNATE_TURN", (8, 9), every) for item in items]
     assert sorted(map(id, ran)) == sorted(map(id, every))
