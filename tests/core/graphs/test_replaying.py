@@ -1,5 +1,7 @@
 """Calls of a compiled model that are repeated without Dynamo."""
 
+import copy
+import pickle
 import types
 from dataclasses import dataclass
 
@@ -73,21 +75,26 @@ def test_it_runs_the_graph_alone(monkeypatch):
     assert len(backend.parts) == 1
 
 
-def test_functions_and_methods_have_replays():
+def test_methods_have_replays():
     model, other = twins(Cached)
     compiled = TorchParts().compiled(model.forward)
     args = (torch.randn(1, 8), torch.tensor([1]))
     compiled(*args)
     torch.testing.assert_close(make_replay(compiled, *args)(*args)["y"], other(*args)["y"])
-    double = TorchParts().compiled(lambda x: model.layer(x) * 2)
-    double(args[0])
-    assert torch.equal(make_replay(double, args[0])(args[0] + 1), model.layer(args[0] + 1) * 2)
+
+
+def test_functions_have_none():
+    model, _ = twins(Cached)
+    compiled = TorchParts().compiled(lambda x: model.layer(x) * 2)
+    for one in (compiled, model, lambda x: compiled(-x)):
+        with pytest.raises(qcore.UnsupportedError, match=r"of what torch\.compile made of a module"):
+            make_replay(one, torch.randn(1, 8))
 
 
 @pytest.mark.parametrize(("args", "kwargs", "said"), [
-    ((torch.zeros(2, 8), torch.tensor([1])), {"scale": 2.0}, r"argument 0 .* shape \(1, 8\), torch.float32, on cpu"),
+    ((torch.zeros(2, 8), torch.tensor([1])), {"scale": 2.0}, r"argument 0 .* shape \(1, 8\), .*float32, on cpu"),
     ((torch.zeros(1, 8), torch.tensor([1.0])), {"scale": 2.0}, "argument 1 .* torch.int64"),
-    ((torch.zeros(1, 8), 1), {"scale": 2.0}, "argument 1 has to be a tensor"),
+    ((torch.zeros(1, 8), 1), {"scale": 2.0}, "argument 1 has to be a plain tensor"),
     ((torch.zeros(1, 8), torch.tensor([1])), {"scale": 3.0}, "argument 'scale' is another"),
     ((torch.zeros(1, 8), torch.tensor([1])), {"scale": 2}, "argument 'scale' is another"),
     ((torch.zeros(1, 8), torch.tensor([1])), {}, r"had 2 positional arguments and \['scale'\]"),
@@ -106,6 +113,47 @@ class Counting(Cached):
     def forward(self, x, place):
         self.calls += 1
         return super().forward(x, place)
+
+
+class Slotted(Cached):
+    """Its count is where no __dict__ is."""
+
+    class Count:
+        __slots__ = ("calls",)
+
+        def __init__(self):
+            self.calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.Count()
+
+    def forward(self, x, place):
+        self.count.calls += 1
+        return super().forward(x, place)
+
+
+class Keeping(Cached):
+    def forward(self, x, place):
+        self.last = x
+        return super().forward(x, place)
+
+
+class Asking(Cached):
+    def forward(self, x, place):
+        y = self.layer(x) + place
+        return y if y.sum() > 0 else -y
+
+
+class Number(Cached):
+    def forward(self, x, place):
+        y = self.layer(x) + place
+        return y, y.sum().item()
+
+
+class Passing(Cached):
+    def forward(self, x, place):
+        return self.layer(x) + place, x
 
 
 class Growing(Cached):
@@ -148,8 +196,11 @@ class Unused(Cached):
 
 @pytest.mark.parametrize(("kind", "said"), [
     (Counting, r"would not change the model\.calls"), (Growing, r"would not change the model\.kept"),
-    (Broken, "this call ran 2"), (Afterwards, "a tensor that it does not"), (Hidden, "an object of <class.*Result"),
-    (Unused, "does not take argument 1"),
+    (Slotted, "would not change the model.*calls"), (Keeping, r"the model\.last is an argument"),
+    (Broken, "this call ran 2 graphs"), (Afterwards, "an object of <class 'torch.Tensor'>"),
+    (Hidden, "an object of <class.*Result"),
+    (Asking, "not all this call does"), (Number, "not all this call does"),
+    (Passing, "an object of <class 'torch.Tensor'>"), (Unused, "argument 1, .* has 0"),
 ])  # fmt: skip
 def test_calls_that_do_more_are_refused(kind, said):
     model, _ = twins(kind)
@@ -162,21 +213,103 @@ def test_calls_that_do_more_are_refused(kind, said):
 
 def test_what_no_backend_has_compiled_is_refused():
     model, _ = twins(Cached)
-    with pytest.raises(qcore.UnsupportedError, match="this call ran 0"):
-        make_replay(model, torch.randn(1, 8), torch.tensor([1]))
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(qcore.UnsupportedError, match="not compiled for a graph backend"):
+        make_replay(compiled, torch.randn(1, 8), torch.tensor([1]))
+
+
+def test_what_runs_in_torch_is_refused():
+    model, _ = twins(Cached)
+    compiled, args = TorchParts(fails=True).compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    with pytest.warns(qcore.QcoreWarning, match="on fire"):
+        compiled(*args)
+    with pytest.raises(qcore.UnsupportedError, match=r"ran in torch.*on fire"):
+        make_replay(compiled, *args)
+
+
+class Preparing(Cached):
+    """Its graph takes a tensor that torch makes at each call."""
+
+    def forward(self, x, place):
+        return self.layer(in_torch(x) + x) + place
 
 
 def test_tensors_that_are_made_on_the_way_are_refused():
     """They would be those of the recorded call for ever."""
+    model, _ = twins(Preparing)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    with pytest.raises(qcore.UnsupportedError, match="not all this call does"):
+        make_replay(compiled, *args)
+
+
+def test_hooks_around_the_model_are_refused():
     model, _ = twins(Cached)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    compiled.register_forward_hook(lambda *_: None)
+    with pytest.raises(qcore.UnsupportedError, match="which torch has not compiled"):
+        make_replay(compiled, *args)
 
-    def call(x):
-        return model.layer(in_torch(x) + x)
 
-    compiled, x = TorchParts().compiled(call), torch.randn(1, 8)
-    compiled(x)
-    with pytest.raises(qcore.UnsupportedError, match="makes one of its own before the graph"):
-        make_replay(compiled, x)
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("own", torch.ones(4))
+
+    def forward(self, a, b):
+        a.add_(1)
+        return a * 2 + b + self.own
+
+
+def test_tensors_that_share_memory_are_errors():
+    """What Dynamo saw apart, or as one, it compiled so."""
+    model = Adding()
+    compiled, both = TorchParts().compiled(model), torch.zeros(8)
+    compiled(torch.zeros(4), torch.zeros(4))
+    replay = make_replay(compiled, torch.zeros(4), torch.zeros(4))
+    a, b = torch.full((4,), 3.0), torch.full((4,), 5.0)
+    assert torch.equal(replay(a, b), torch.full((4,), 14.0))
+    assert torch.equal(a, torch.full((4,), 4.0))
+    for pair in ((a, a), (both[:4], both[:4]), (model.own, b), (a, model.own)):
+        with pytest.raises(ValueError, match="may not share memory"):
+            replay(*pair)
+    compiled(a, a)
+    with pytest.raises((ValueError, qcore.UnsupportedError), match=r"share memory|each to one place"):
+        make_replay(compiled, a, a)
+    compiled(a, model.own)
+    with pytest.raises(qcore.UnsupportedError, match="is an argument of this call"):
+        make_replay(compiled, a, model.own)
+
+
+def test_other_forms_and_modes_are_errors():
+    model, _ = twins(Cached)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    replay = make_replay(compiled, *args)
+    for x in (
+        torch.randn(1, 16)[:, ::2],
+        torch.randn(2, 8)[1:],
+        nn.Parameter(args[0]),
+        args[0].clone().requires_grad_(),
+    ):
+        with pytest.raises(ValueError, match="argument 0 has to be a plain tensor"):
+            replay(x, args[1])
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast"):
+        replay(*args)
+    with torch.enable_grad(), pytest.raises(qcore.UnsupportedError, match="no_grad"):
+        make_replay(compiled, *args)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a replay belongs to one"):
+            copied(replay)
+    model.train()
+    with pytest.raises(ValueError, match="or its mode"):
+        replay(*args)
+    model.eval()
+    replay(*args)
+    model.cache = torch.zeros(5, 8)
+    with pytest.raises(ValueError, match="buffer of the model was replaced"):
+        replay(*args)
 
 
 def test_objects_among_the_arguments_stay_what_they_are():
@@ -199,8 +332,13 @@ def test_objects_among_the_arguments_stay_what_they_are():
     torch.testing.assert_close(replay(x, torch.tensor([3]), cache, pair), other(x, torch.tensor([3]), twin, pair))
     with pytest.raises(ValueError, match="argument 2 is another"):
         replay(*args, twin, pair)
-    pair[0] = torch.zeros(8)
-    with pytest.raises(ValueError, match="argument 3 is another"):
+    kept, pair[0] = pair[0], torch.zeros(8)
+    with pytest.raises(ValueError, match="argument 3 holds others"):
+        replay(*args, cache, pair)
+    pair[0] = kept
+    replay(x, torch.tensor([3]), cache, pair)
+    cache.keys = cache.keys.clone()
+    with pytest.raises(ValueError, match="argument 2 holds others"):
         replay(*args, cache, pair)
 
 

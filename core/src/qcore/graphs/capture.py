@@ -21,8 +21,8 @@ from ..nn.graph_ops import CAPTURES
 from . import programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
+from .noting import note_call
 from .ops import QUANTIZED, decompositions, is_whole
-from .replaying import note_call
 from .rewriting import constants, counters, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")

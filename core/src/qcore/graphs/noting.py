@@ -1,0 +1,82 @@
+"""Notes the captured graph that a call of a compiled model runs, and whether that is all it does.
+
+What Dynamo makes of a function is a function of its own: it looks up the arguments of the graph, calls it, and builds
+the results. That function, as it stands in the frames above the graph, says whether it also goes on in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+_calls = threading.local()
+
+
+class Note(NamedTuple):
+    """**Fields:** ``graph``; its arguments and results; ``beside``: what else the call does, empty if nothing."""
+
+    graph: Callable[..., Any]
+    values: Sequence[Any]
+    results: Sequence[Any]
+    beside: str
+
+
+def note_call(graph: Callable[..., Any], values: Sequence[Any], results: Sequence[Any]) -> None:
+    """Note a call of a captured graph, if `noted` waits for one in this thread."""
+    notes = getattr(_calls, "notes", None)
+    if notes is not None:
+        notes.append(Note(graph, values, results, _beside(sys._getframe(2))))  # noqa: SLF001 - there is no other way
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Note]]:
+    """The calls of captured graphs that this thread makes meanwhile."""
+    notes: list[Note] = []
+    before, _calls.notes = getattr(_calls, "notes", None), notes
+    _calls.until = sys._getframe(2)  # noqa: SLF001
+    try:
+        yield notes
+    finally:
+        _calls.notes, _calls.until = before, None
+
+
+def _beside(frame: FrameType | None) -> str:
+    """What the frames above the graph do besides calling it."""
+    made: list[CodeType] = []
+    while frame is not None and frame is not _calls.until:
+        code = frame.f_code
+        if any(name.startswith("__compiled_fn") for name in code.co_names):
+            made.append(code)
+        elif code.co_filename not in _TORCH or code.co_name == "inner":  # which runs hooks
+            return f"{code.co_name} in {Path(code.co_filename).name} calls it, which torch has not compiled"
+        frame = frame.f_back
+    if len(made) != 1:
+        return f"it is called by {len(made)} functions that torch has made, where one is expected"
+    return _of_code(made[0])
+
+
+def _of_code(code: CodeType) -> str:
+    if code.co_name.startswith("torch_dynamo_resume_in"):
+        return "torch runs code before the graph"
+    for step in dis.get_instructions(code):
+        if step.opname in _WRITES:
+            return f"it writes {step.argval!r} ({step.opname})"
+        if str(step.argval).startswith("__resume_at"):
+            return "torch runs code after the graph"
+    return ""
+
+
+_INSIDE = Path(torch.__file__).parent
+_TORCH = frozenset(map(str, (_INSIDE / "_dynamo" / "eval_frame.py", _INSIDE / "nn" / "modules" / "module.py")))
+"""Files whose functions only pass calls on."""
+_WRITES = frozenset(
+    f"{verb}_{what}" for verb in ("STORE", "DELETE") for what in ("ATTR", "SUBSCR", "SLICE", "GLOBAL", "DEREF", "NAME")
+)
