@@ -198,7 +198,7 @@ class Unused(Cached):
     (Counting, r"would not change the model\.calls"), (Growing, r"would not change the model\.kept"),
     (Slotted, "would not change the model.*calls"), (Keeping, r"the model\.last is an argument"),
     (Broken, "this call ran 2 graphs"), (Afterwards, "an object of <class 'torch.Tensor'>"),
-    (Hidden, "an object of <class.*Result"),
+    (Hidden, r"an object of <class.*Result|it writes .y."),
     (Asking, "not all this call does"), (Number, "not all this call does"),
     (Passing, "an object of <class 'torch.Tensor'>"), (Unused, "argument 1, .* has 0"),
 ])  # fmt: skip
