@@ -159,10 +159,19 @@ def _cache(model: Any, args: argparse.Namespace) -> Any:
 
 @torch.no_grad()
 def _step(call: Callable[..., Any], ids: Tensor, place: Tensor, cache: Any) -> Tensor:
-    logits = call(
-        input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True, logits_to_keep=1
-    ).logits
-    return logits[:, -1].argmax(-1, keepdim=True)
+    return _next(call(**_arguments(ids, place, cache)))
+
+
+def _arguments(ids: Tensor, place: Tensor, cache: Any) -> dict[str, Any]:
+    return {
+        "input_ids": ids, "past_key_values": cache, "position_ids": place[None], "use_cache": True, "logits_to_keep": 1,
+    }  # fmt: skip
+
+
+def _next(output: Any) -> Tensor:
+    """The token with the largest logit."""
+    found: Tensor = output.logits[:, -1].argmax(-1, keepdim=True)
+    return found
 
 
 @torch.no_grad()
@@ -195,10 +204,8 @@ def _decode(call: Callable[..., Any], model: Any, args: argparse.Namespace) -> t
         place = place + 1
     if args.replay and call is not model:
         with torch.no_grad():
-            call = qcore.graphs.make_replay(
-                call, input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True, logits_to_keep=1
-            )
-        ids, place = call.result.logits[:, -1].argmax(-1, keepdim=True), place + 1
+            call = qcore.graphs.make_replay(call, **_arguments(ids, place, cache))
+        ids, place = _next(call.result), place + 1
     # The model, its weights and its cache stay what they are from here on, which torch would find out at each call.
     with torch.compiler.set_stance(skip_guard_eval_unsafe=args.skip_guards):
         for _ in range(args.tokens):

@@ -34,7 +34,7 @@ def shared():
 
 
 def planned(turn, parts):
-    """What the script says it would run: a fifth of the grids by its number among the fifths."""
+    """The plan that the script prints for a turn; the part of the grids by its number among ``parts``."""
     command = [shutil.which("bash"), str(ROOT / ".ci" / "run"), "--plan", str(turn)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")[:-1]
     return {re.sub(r"(?<=^grids )\d+", lambda number: str(int(number[0]) % parts), line) for line in said}

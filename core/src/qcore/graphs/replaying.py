@@ -103,13 +103,12 @@ class Replay:
     """Repeats a call of a compiled model with other tensors; made by `make_replay`.
 
     It is called as the model was: with tensors of the same shapes, strides, dtypes and devices in the place of
-    tensors, which share no memory with each other, and all else the same. What the model reads besides is that of the
-    recorded call: its parameters, buffers and caches, which may be written to in place and are kept alive; but also its
-    modes and numbers, hooks that were added, and whatever else Dynamo would look at, none of which is looked at here.
-    It computes no gradients.
+    tensors, which share no memory with each other, and all else the same. Parameters, buffers and caches are those of
+    the recorded call, which may be written to in place and are kept alive. It computes no gradients.
 
-    Raises `ValueError` for other arguments, for objects among them that hold others than before, and if a parameter or
-    buffer of the model was replaced.
+    Raises `ValueError` for other arguments, for objects among them that hold others than before, if a parameter or
+    buffer or the mode of the model was replaced, under autocast and with another default dtype. Not checked, other than
+    by Dynamo: numbers among the model's attributes, modes of its submodules, hooks that were added.
 
     Attribute ``result``: what the recorded call returned.
     """
@@ -132,7 +131,7 @@ class Replay:
 
 
 class _Inputs:
-    """The arguments of a graph, and which of them are arguments of the call."""
+    """The arguments of a graph, and which of them are arguments of the call of the model."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Any]) -> None:
         places: dict[int, list[int]] = {}
@@ -156,13 +155,7 @@ class _Inputs:
         self._held = [None if place in replaced else value for place, value in enumerate(values)]
         self._memories = {_memory(one) for one in self._held if isinstance(one, Tensor)}
         self._check_apart([values[place] for _, _, place in self._slots])
-        own = {id(one) for one in self._held if isinstance(one, Tensor)}
-        tables: list[dict[str, Any]] = []
-        for module in model.modules():
-            tables += [module._parameters, module._buffers]
-        self._tables = [(table, name) for table in tables for name, one in table.items() if id(one) in own]
-        self._members: list[Any] = [table[name] for table, name in self._tables]
-        self._model, self._training, self._dtype = model, model.training, torch.get_default_dtype()
+        self._state = _ModelState(model, self._held)
 
     def check_lasting(self) -> None:
         """Raise `UnsupportedError` for a tensor that torch made on the way to the graph: nothing else holds it."""
@@ -185,7 +178,7 @@ class _Inputs:
                 f"the recorded call had {self._count} positional arguments and {sorted(self._names)}; this one has "
                 f"{len(args)} and {sorted(kwargs)}. {_AGAIN}"
             )
-        self._check_model()
+        self._state.check()
         given, values = (*args, *[kwargs[name] for name in self._names]), [*self._held]
         for i, form, place in self._slots:
             one = given[i]
@@ -200,13 +193,6 @@ class _Inputs:
         self._check_apart([given[i] for i, _, _ in self._slots])
         return values
 
-    def _check_model(self) -> None:
-        now = [table.get(name) for table, name in self._tables]
-        if not all(map(operator.is_, now, self._members)) or self._model.training != self._training:
-            raise ValueError(f"a parameter or buffer of the model was replaced, or its mode. {_AGAIN}")
-        if _any_autocast() or torch.get_default_dtype() != self._dtype:
-            raise ValueError("replays have no autocast, and the default dtype of the recorded call.")
-
     def _check_apart(self, tensors: Sequence[Tensor]) -> None:
         """Raise `ValueError` if tensors share memory with each other or with what the graph holds: it may write."""
         memories = {_memory(one) for one in tensors}
@@ -215,6 +201,27 @@ class _Inputs:
 
     def _name(self, i: int) -> int | str:
         return i if i < self._count else self._names[i - self._count]
+
+
+class _ModelState:
+    """The parameters and buffers of a model that a graph takes, and the modes in which it was called."""
+
+    def __init__(self, model: nn.Module, held: Sequence[Any]) -> None:
+        own = {id(one) for one in held if isinstance(one, Tensor)}
+        tables: list[dict[str, Any]] = []
+        for module in model.modules():
+            tables += [module._parameters, module._buffers]
+        self._places = [(table, name) for table in tables for name, one in table.items() if id(one) in own]
+        self._members: list[Any] = [table[name] for table, name in self._places]
+        self._model, self._training, self._dtype = model, model.training, torch.get_default_dtype()
+
+    def check(self) -> None:
+        """Raise `ValueError` if they are others now."""
+        now = [table.get(name) for table, name in self._places]
+        if not all(map(operator.is_, now, self._members)) or self._model.training != self._training:
+            raise ValueError(f"a parameter or buffer of the model was replaced, or its mode. {_AGAIN}")
+        if _any_autocast() or torch.get_default_dtype() != self._dtype:
+            raise ValueError("replays have no autocast, and the default dtype of the recorded call.")
 
 
 _AGAIN = "Make another replay for such calls."
