@@ -13,10 +13,11 @@ from vulkan_problems import assert_right, drawn, vulkan  # noqa: F401
 import qcore
 from qcore.contracts import LINEAR
 from qcore.weights.schemes import Scheme
-from qcore_vulkan.steps import selection
-from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, TileShape
+from qcore_vulkan.steps import fragments, selection
+from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, TileShape
 
 SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
+INT4_SCHEMES = ("w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256")
 SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
 
 
@@ -42,6 +43,48 @@ def kernel(device, matrix, x_dtype, kb=1, splits=1, buffers=1) -> CoopF16:
     return CoopF16(shape, matrix, device.description.subgroup.size, splits, terms)
 
 
+def make_of(monkeypatch, device, matrix, in_registers) -> None:
+    """Only `CoopFragments`, if the weight's elements are to be known in registers, or only `CoopF16`."""
+    if in_registers and not fragments.known(device):
+        pytest.skip("this device has no cooperative matrices with the places of qcore_vulkan.steps.fragments")
+
+    def make(problem):
+        int4 = in_registers and problem.geometry.bits == 4
+        return of_fragments(problem.x_dtype) if int4 else kernel(device, matrix, problem.x_dtype)
+
+    only(monkeypatch, device, make)
+
+
+@pytest.fixture
+def known(vulkan) -> None:  # noqa: F811
+    """A device whose matrices have their elements where `CoopFragments` expects them."""
+    if not fragments.known(vulkan):
+        pytest.skip("this device has no cooperative matrices with the places of qcore_vulkan.steps.fragments")
+
+
+def of_fragments(x_dtype, kb=2, splits=1, shape=(32, 64, 16, 32)) -> CoopFragments:
+    terms = TERMS if x_dtype == torch.float32 else 1
+    return CoopFragments(TileShape(*shape, kb), splits, terms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", INT4_SCHEMES)
+def test_fragments_are_right(vulkan, monkeypatch, known, scheme, dtype):  # noqa: F811
+    for (m, n, k), kb, splits in zip(SIZES, (1, 2, 4), (1, 2, 3), strict=True):
+        only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: of_fragments(p.x_dtype, kb, s))
+        assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
+
+
+@pytest.mark.parametrize("size", [(70, 300, 1312), (64, 256, 32), (9, 1000, 4100), (130, 8, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_that_are_selected_are_right(vulkan, monkeypatch, known, dtype, size):  # noqa: F811
+    terms = TERMS if dtype == torch.float32 else 1
+    for shape, _ in selection._FRAGMENTS[terms]:
+        for scheme, splits in (("w4a16-g128", 1), ("w4a16-g32-asym", 4)):
+            only(monkeypatch, vulkan, lambda p, t=shape, s=splits: CoopFragments(t, s, terms))
+            assert_right(vulkan, drawn(scheme, *size, dtype, bias="same"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa: F811
@@ -50,19 +93,21 @@ def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa
         assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
 
 
-def test_what_floats_can_be(vulkan, monkeypatch, matrix):  # noqa: F811
-    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_what_floats_can_be(vulkan, monkeypatch, matrix, in_registers):  # noqa: F811
+    make_of(monkeypatch, vulkan, matrix, in_registers)
     for scheme in ("w4a16-g32", "w8a16"):
         for case in LINEAR.cases([Scheme.parse(scheme)], [torch.float32, torch.bfloat16]):
             if any(part in case.id for part in ("large-x", "zero-", "outliers", "tiny", "extreme", "spike", "deep")):
                 assert_right(vulkan, case.build(3))
 
 
+@pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("decades", [0, 3, 5])
-def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix, decades):  # noqa: F811
+def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix, decades, in_registers):  # noqa: F811
     """Columns whose weight is 0 add nothing to the tolerance; the others must stay within theirs."""
-    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
-    asked = drawn("w8a16", 9, 16, 256, torch.float32)
+    make_of(monkeypatch, vulkan, matrix, in_registers)
+    asked = drawn("w4a16-g64" if in_registers else "w8a16", 9, 16, 256, torch.float32)
     codes = asked.weight.codes().clone()
     codes[:, ::7] = 0
     weight = type(asked.weight).from_codes(codes, asked.weight.scale, asked.weight.zero, asked.weight.format)
@@ -94,9 +139,10 @@ def test_models_in_16_bits_multiply_one_term(vulkan, monkeypatch, matrix):  # no
         assert asked.pop().coarse == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(vulkan, monkeypatch, matrix, value):  # noqa: F811
-    only(monkeypatch, vulkan, lambda p: kernel(vulkan, matrix, p.x_dtype))
+def test_what_is_not_finite_stays_in_its_row(vulkan, monkeypatch, matrix, value, in_registers):  # noqa: F811
+    make_of(monkeypatch, vulkan, matrix, in_registers)
     asked = drawn("w4a16-g32", 9, 16, 64, torch.float32, bias="same")
     asked.x[3, 17] = value
     assert_right(vulkan, asked)

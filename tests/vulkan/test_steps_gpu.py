@@ -20,8 +20,17 @@ from qcore.weights.schemes import Scheme
 from qcore_vulkan import layout, native, steps
 from qcore_vulkan.builder import Builder
 from qcore_vulkan.description import Matrix
-from qcore_vulkan.steps import Geometry2d, Image, product, rows, selection
-from qcore_vulkan.steps.gpu_kernels import CoopF16, CoopInt8, Digits, Kernel, SharedFloat, SharedInt, TileShape
+from qcore_vulkan.steps import Geometry2d, Image, fragments, product, rows, selection
+from qcore_vulkan.steps.gpu_kernels import (
+    CoopF16,
+    CoopFragments,
+    CoopInt8,
+    Digits,
+    Kernel,
+    SharedFloat,
+    SharedInt,
+    TileShape,
+)
 from qcore_vulkan.steps.row_kernel import RowGemv
 
 FLOAT = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g48-asym", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
@@ -118,7 +127,8 @@ def first(description, *args) -> Kernel:
 
 def test_the_order_of_capabilities(rich):
     half = torch.float16
-    assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_f16"
+    assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_fragments"
+    assert first(rich, "gemm_float", 512, "int8", half).variant == "coop_f16"
     assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).terms == 2
     assert first(rich, "gemm_float", 8, "int4-g128", torch.float32).variant == "coop_f16"
     coarse = replace(problem("gemm_float", 512, "int4-g128", torch.float32), coarse=True)
@@ -199,11 +209,43 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
 
 
 def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich):
-    for m, parts in ((48, 4), (128, 4), (256, 2), (512, 1)):
-        kernel = first(rich, "gemm_float", m, "int4-g128", torch.bfloat16, 4096, 14336)
-        assert (kernel.variant, kernel.splits) == ("coop_f16", parts)
-        x, y, _ = kernel.shape.groups(m, 4096)
-        assert x * y * parts <= 2 * 132
+    for fmt, variant, expected in (("int8-g128", "coop_f16", (4, 4, 2, 1)), ("int4-g128", "coop_fragments", None)):
+        found = [first(rich, "gemm_float", m, fmt, torch.bfloat16, 4096, 14336) for m in (48, 128, 256, 512)]
+        assert {kernel.variant for kernel in found} == {variant}
+        assert [kernel.splits for kernel in found] == list(expected or [kernel.splits for kernel in found])
+        assert found[0].splits >= 4 >= found[1].splits >= found[2].splits >= found[3].splits == 1
+        for kernel, m in zip(found, (48, 128, 256, 512), strict=True):
+            x, y, _ = kernel.shape.groups(m, 4096)
+            assert x * y * kernel.splits <= 2 * 132
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_lanes_share_the_loads_of_fragments_evenly(terms):
+    for shape, _ in selection._FRAGMENTS[terms]:
+        lanes, shared = CoopFragments(shape, 1, terms).needs(
+            problem("gemm_float", 64, "int4-g128", torch.bfloat16).geometry
+        )
+        assert terms * shape.bm * shape.kb * 4 % lanes == 0
+        assert shape.bm % shape.m == shape.bn % shape.n == shape.m % 16 == shape.n % 16 == 0
+        assert shared <= 49152
+
+
+def test_fragments_need_a_device_with_known_places(rich, monkeypatch):
+    class Device:
+        description, profile = rich, "gpu"
+
+        def pipeline(self, _variant, _constants, _subgroup):
+            return 0
+
+    asked = problem("gemm_float", 512, "int4-g128", torch.bfloat16)
+    for known, variant in ((True, "coop_fragments"), (False, "coop_f16")):
+        monkeypatch.setattr(fragments, "known", lambda _device, known=known: known)
+        assert next(selection.usable(Device(), asked)).variant == variant
+
+
+def test_elements_of_a_matrix_are_each_held_by_one_lane():
+    for places in fragments.PLACES:
+        assert sorted(places[places >= 0].tolist()) == list(range(256))
 
 
 def test_a_kernel_that_the_compiler_refuses_is_passed_over(rich):

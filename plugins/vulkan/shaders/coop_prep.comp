@@ -20,6 +20,7 @@ layout(constant_id = 1) const uint LANES = 256u;
 layout(constant_id = 2) const uint DTYPE = 2u;    // of x
 layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
 layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x, one or two: the second holds what the first cannot
+layout(constant_id = 5) const uint QUADS = 0u;    // 1: in the order of coop_fragments, where four lanes share a block
 layout(local_size_x_id = 1) in;
 
 layout(push_constant) uniform Push {
@@ -29,6 +30,7 @@ layout(push_constant) uniform Push {
 };
 
 layout(set = 0, binding = 1) writeonly buffer Halves { uvec4 halves[]; };  // [TERMS M][columns / 8], or [][][tile][2]
+layout(set = 0, binding = 1) writeonly buffer Words { uint words[]; };
 layout(set = 0, binding = 2) writeonly buffer Scales { float scales[]; };  // [M]
 layout(set = 0, binding = 2) writeonly buffer Plain { vec4 plain[]; };     // the same, padded to fours; [M][columns / 4]
 layout(set = 0, binding = 3) writeonly buffer Sums { float sums[]; };      // [M][groups]
@@ -130,7 +132,13 @@ void main() {
         [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] *= unit;
         [[unroll]] for (uint t = 0u; t < TERMS; ++t) {
             uvec4 order = uvec4(pair(0u, 2u), pair(4u, 6u), pair(1u, 3u), pair(5u, 7u));
-            halves[place(t * m + row, c)] = ORDER == 4u ? order : order.xzyw;
+            if (ORDER != 4u) order = order.xzyw;
+            if (QUADS == 0u) {
+                halves[place(t * m + row, c)] = order;
+            } else {  // the words of four adjacent vectors, transposed
+                uint at = ((t * m + row) * columns + (c & ~31u)) / 2u + c / 8u % 4u;
+                [[unroll]] for (uint i = 0u; i < 4u; ++i) words[at + i * 4u] = order[i];
+            }
         }
     }
     // 3. What a row of the result has to be multiplied by.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 import torch
@@ -285,7 +286,40 @@ class CoopF16(Single):
         _append_coop(self, b, part, geometry, bias, out, refs, [])
 
 
-Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16
+@dataclass(frozen=True)
+class CoopFragments(Single):
+    """`coop_fragments`: int4 weights, on devices where `fragments.known`; ``splits`` of K, at most.
+
+    **Fields:** ``shape.kb``: blocks in a step, whatever their number; ``terms``: `TERMS` if x is float32.
+    """
+
+    shape: TileShape
+    splits: int = 1
+    terms: int = 1
+    variant: str = "coop_fragments"
+    form: Literal["rows"] = "rows"
+    subgroup: int = 32
+
+    def constants(self, geometry: Geometry) -> tuple[int, ...]:
+        s, g = self.shape, geometry
+        group = g.blocks if g.groups > 1 else 0
+        return s.owners * 32, s.bm, s.bn, s.kb, s.m, s.n, g.zero_kind, group, gcd(s.kb, group), self.terms
+
+    def needs(self, geometry: Geometry) -> tuple[int, int]:
+        """Lanes of a workgroup and bytes of shared memory."""
+        del geometry
+        s = self.shape
+        return s.owners * 32, 2 * self.terms * s.bm * (s.kb * 64 + 16) + 4
+
+    def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
+        halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms, quads=True)
+        refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
+        blocks, step = geometry.groups * geometry.blocks, self.shape.kb
+        split = -(-blocks // (self.splits * step)) * step
+        _append_parts(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
+
+
+Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16 | CoopFragments
 OF_EXPERTS = (Digits, SharedFloat, SharedInt)
 """Kernels that serve rows sorted by expert."""
 
@@ -322,7 +356,22 @@ def _append_coop(
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
     split = -(-steps // (kernel.splits * whole)) * whole
-    count = -(-steps // split)
+    _append_parts(kernel, b, part, geometry, bias, out, refs, push, (split, -(-steps // split)))
+
+
+def _append_parts(
+    kernel: CoopInt8 | CoopF16 | CoopFragments,
+    b: Builder,
+    part: Part,
+    geometry: Geometry,
+    bias: Added,
+    out: Rows,
+    refs: list[Ref | Buffer | None],
+    push: list[int | float],
+    parts: tuple[int, int],
+) -> None:
+    """The product in ``parts`` of K: the steps of each and their number; if there are several, their sum as well."""
+    split, count = parts
     x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
     result = _result(out, bias, part)
     if count > 1:
@@ -379,11 +428,20 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
 
 
 def _halves(
-    b: Builder, x: Activations, geometry: Geometry, columns: int, rows: int, *, tile: int = 0, terms: int = 1
+    b: Builder,
+    x: Activations,
+    geometry: Geometry,
+    columns: int,
+    rows: int,
+    *,
+    tile: int = 0,
+    terms: int = 1,
+    quads: bool = False,
 ) -> _Halves:
     """Float16 rows in the order of unpacked codes; memory for ``rows`` of each term; those beyond x's are undefined.
 
     ``tile``: rows of tiles of sixteen columns, each stored contiguously; 0: plain rows. ``terms``: see `CoopF16`.
+    ``quads``: in the order of `CoopFragments`.
     """
     ref, sizes, dtype = _source(x, geometry)
     m = int(sizes[0])
@@ -392,7 +450,7 @@ def _halves(
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
-    constants = (geometry.bits, lanes, dtype, int(aligned), terms)
+    constants = (geometry.bits, lanes, dtype, int(aligned), terms, int(quads))
 
     def make() -> _Halves:
         halves, scales = b.scratch(terms * rows * columns * 2), b.scratch(16 * -(-m // 4) + plain)

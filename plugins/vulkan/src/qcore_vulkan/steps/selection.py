@@ -1,8 +1,9 @@
 """Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
 One row of float32: `RowGemv`. Other float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv`
-for a few rows, `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8 activations: `Digits`, then
-`CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes were measured on an H200.
+for a few rows, `CoopFragments` (int4) or `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8
+activations: `Digits`, then `CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes
+were measured on an H200.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from math import ceil
 
 import torch
 
@@ -17,10 +19,12 @@ from .. import native, tuning_cache
 from ..description import Description
 from ..device import Device
 from ..layout import FLOAT_ZERO, INT_ZERO
+from . import fragments
 from .gpu_kernels import (
     OF_EXPERTS,
     TERMS,
     CoopF16,
+    CoopFragments,
     CoopGemv,
     CoopInt8,
     Digits,
@@ -47,6 +51,21 @@ _LATENT = 64
 """Rows up to which reading the weight takes the time, and as many workgroups as possible read."""
 _PRODUCT, _PARTIAL, _JOIN = 1.2e-6, 4e-6, 5.0
 """Microseconds of a product of two terms in a core, of a partial result in memory, and of the step that adds these."""
+_FRAGMENTS = {
+    1: (
+        (TileShape(32, 128, 16, 32, 4), 5.3),
+        (TileShape(32, 256, 32, 32, 4), 7.0),
+        (TileShape(64, 256, 64, 32, 4), 9.6),
+    ),
+    2: (
+        (TileShape(32, 128, 16, 32, 4), 7.6),
+        (TileShape(32, 256, 32, 32, 4), 10.6),
+        (TileShape(64, 256, 64, 32, 2), 20.9),
+    ),
+}
+"""By the terms of x: tiles of `CoopFragments`, and nanoseconds that a core takes for one and a column of K."""
+_FEW_RESULTS = 40_000
+"""Numbers of a result up to which the smaller tiles of `CoopF16` are faster."""
 _CORES = 32
 """Assumed if the driver does not report a number."""
 
@@ -74,6 +93,8 @@ def forget(device: Device, problem: GemmProblem) -> None:
 def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
     """The kernels that support a problem on this device, presumably fastest first."""
     for kernel in candidates(device.description, problem):
+        if isinstance(kernel, CoopFragments) and not fragments.known(device):
+            continue
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
             for variant, constants, subgroup in (own, *kernel.helpers(problem.geometry)):
@@ -128,14 +149,23 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     if digits_first:
         yield from digits
     if tile is not None:
-        terms = 1 if narrow or problem.coarse else TERMS
-        by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
-        for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
-            yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
+        yield from _coop_float(description, problem, tile, 1 if narrow or problem.coarse else TERMS)
     if not digits_first:
         yield from digits
     for shape in _by_time(_FLOAT, description, problem):
         yield SharedFloat(shape)
+
+
+def _coop_float(
+    description: Description, problem: GemmProblem, tile: tuple[int, int, int], terms: int
+) -> Iterator[Kernel]:
+    g = problem.geometry
+    if g.bits == 4 and problem.m * g.n > _FEW_RESULTS and tile == (16, 16, 16):
+        for shape, splits in _fragments(terms, description, problem):
+            yield CoopFragments(shape, splits, terms)
+    by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
+    for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
+        yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
 
 
 def _digits(description: Description, problem: GemmProblem, variant: str, digits: int) -> Iterator[Kernel]:
@@ -199,6 +229,29 @@ def _coop_by_time(
     found = sorted(((shape, splits) for shape in shapes for splits in (1, 2, 4, 8)), key=time)
     seen: set[TileShape] = set()
     for shape, splits in found:
+        if shape not in seen:
+            seen.add(shape)
+            yield shape, splits
+
+
+def _fragments(terms: int, description: Description, problem: GemmProblem) -> Iterator[tuple[TileShape, int]]:
+    """Tiles of `CoopFragments` with splits of K, in ascending order of the time that they should take."""
+    cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
+
+    def time(one: tuple[TileShape, float, int]) -> float:
+        shape, pace, splits = one
+        x, y, _ = shape.groups(m, g.n)
+        tiles = x * y * splits / cores
+        rounds: float = ceil(tiles)
+        if shape.bn == 128:  # a core runs two of the smallest at once
+            rounds = 2 * ceil(tiles / 2) if tiles > 1 else 1.3
+        columns = g.columns / splits + 65  # the first step and the results overlap with nothing
+        return 1e-3 * rounds * pace * columns + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
+
+    parts = [splits for splits in (1, 2, 4, 8) if splits == 1 or g.columns >= 512 * splits]
+    found = sorted(((*one, splits) for one in _FRAGMENTS[terms] for splits in parts), key=time)
+    seen: set[TileShape] = set()
+    for shape, _, splits in found:
         if shape not in seen:
             seen.add(shape)
             yield shape, splits
