@@ -211,6 +211,56 @@ def test_calls_that_do_more_are_refused(kind, said):
         make_replay(compiled, *args)
 
 
+class Flag:
+    """As transformers' CompileableContextVar: set for the time of a call."""
+
+    def __init__(self):
+        self.value, self.on, self.calls = None, False, 0
+
+
+FLAG = Flag()
+
+
+class Resetting(Cached):
+    def forward(self, x, place):
+        FLAG.on, FLAG.value = True, {}
+        try:
+            return super().forward(x, place)
+        finally:
+            FLAG.on, FLAG.value = False, None
+
+
+class Leaving(Cached):
+    def forward(self, x, place):
+        FLAG.on = not FLAG.on
+        return super().forward(x, place)
+
+
+class Tallying(Cached):
+    def forward(self, x, place):
+        FLAG.calls += 1
+        return super().forward(x, place)
+
+
+def test_attributes_that_are_as_before_at_the_end_are_no_writes():
+    model, _ = twins(Resetting)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    compiled(*args)
+    replay = make_replay(compiled, *args)
+    other = torch.randn(1, 8), torch.tensor([2])
+    assert torch.equal(replay(*other)["y"], compiled(*other)["y"])
+
+
+@pytest.mark.parametrize("kind", [Leaving, Tallying])
+def test_attributes_of_objects_that_are_not_arguments_are_seen(kind):
+    model, _ = twins(kind)
+    compiled, args = TorchParts().compiled(model), (torch.randn(1, 8), torch.tensor([1]))
+    for _ in range(4):
+        compiled(*args)
+    with pytest.raises(qcore.UnsupportedError, match=r"it writes '(on|calls)'|ran 0 graphs|not compiled"):
+        make_replay(compiled, *args)
+
+
 def test_what_no_backend_has_compiled_is_refused():
     model, _ = twins(Cached)
     compiled = torch.compile(model, backend="eager")
