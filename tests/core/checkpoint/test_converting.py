@@ -265,3 +265,13 @@ def test_experts_stay_one_weight_or_are_refused(tmp_path):
     for to in ("gptq", "awq", "compressed-tensors"):
         with pytest.raises(qcore.CheckpointError, match="several experts"):
             qcore.convert(tmp_path / "in.safetensors", tmp_path / "out", to)
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_fp4_of_few_columns_is_refused(tmp_path, k):
+    for format in ("fp4-g32-e8m0", "fp4-g16-e4m3d"):
+        qcore.save({"a.weight": qcore.quantize(torch.randn(3, k), format)}, tmp_path / "in.safetensors")
+        if k % qcore.Format.parse(format).group_size == 0:
+            continue
+        with pytest.raises(qcore.CheckpointError, match="must be a multiple of"):
+            qcore.convert(tmp_path / "in.safetensors", tmp_path / "out", "compressed-tensors")

@@ -99,7 +99,9 @@ def convert(
     check_target(source, target, overwrite=overwrite)
     with open_checkpoint(source) as archive, translate_os_errors(target):
         if not archive.records:
-            raise file_error(source, "it is not quantized.", "Quantize it: qcore.quantize_checkpoint.")
+            raise file_error(
+                source, "it is not quantized.", "Quantize it: qcore quantize, or qcore.checkpoint.quantize_checkpoint."
+            )
         method = archive.method if isinstance(archive, ImportedArchive) else ""
         before = sum(entry.nbytes for entry in archive.entries.values())
         run = _Run(archive, EXPORTERS[to]() if to in EXPORTERS else None, dtype)

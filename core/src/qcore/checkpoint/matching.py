@@ -159,10 +159,22 @@ def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -
     static = {name for swap in found.swaps for names in swap.static_parameters().values() for name in names.values()}
     stored = set(archive.plain_names())
     found.plain = [name for name in found.slots if name in stored]
-    found.unexpected += sorted(stored - found.slots.keys() - static)
+    layers_of = {swap.layer: swap for swap in found.swaps}
+    left = sorted(stored - found.slots.keys() - static)
+    found.unexpected += [name for name in left if not _changes_nothing(name, layers_of, archive)]
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
     found.missing += _quantized_only_in_model(found, layers)
+
+
+def _changes_nothing(name: str, swaps: dict[str, Swap], archive: Archive) -> bool:
+    """Whether a tensor that the model has no slot for is a bias of zeros: AutoGPTQ stores one for every layer."""
+    layer, _, attribute = name.rpartition(".")
+    if layer not in swaps or attribute != "bias":
+        return False
+    entry = archive.entry(name)
+    fits = entry.dtype.is_floating_point and entry.shape == swaps[layer].record.shape[-2:-1]
+    return fits and not bool(archive.read(name).any())
 
 
 def _match_buffers(found: Match, model: nn.Module) -> None:

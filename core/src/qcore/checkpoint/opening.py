@@ -8,43 +8,62 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import QcoreWarning
+import torch
+
+from ..errors import QcoreWarning, dtype_name
 from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
-from .header import file_error, shown
+from .header import file_error, readable, shown
 from .imported import ImportedArchive
 from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
 
 _OWN = "qcore"
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Archive]:
     """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports."""
-    gguf = gguf_file_of(path)
+    with readable(path):
+        gguf = gguf_file_of(path)
     if gguf is not None:
         with ExitStack() as stack:
-            yield open_gguf(gguf, stack)
+            with readable(gguf):
+                archive: Archive = open_gguf(gguf, stack)
+            yield archive
         return
     with Archive.open(path) as archive:
-        yield archive if archive.records else _imported(archive)
+        yield archive if archive.records else imported(archive)
 
 
-def _imported(archive: Archive) -> Archive:
-    """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized."""
+def imported(archive: Archive) -> Archive:
+    """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized.
+
+    Raises `CheckpointError` for a tool that no importer supports.
+    """
     config = read_json(folder_of(archive.path) / CONFIG)
     settings = _settings(config)
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
     found = plan_import(source)
     if found is not None:
+        _refuse_bare_codes(archive, found[1])
         _warn(archive.path, found[1])
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
     return archive
+
+
+def _refuse_bare_codes(archive: Archive, plan: Plan) -> None:
+    """Refuse 8-bit floats that the plan does not use: a model would take them for weights, which need their scales."""
+    bare = (name for name, entry in archive.entries.items() if entry.dtype in _CODES)
+    used = plan.used
+    plan.refused |= {
+        name: f"it is {dtype_name(archive.entries[name].dtype)} without a scale" for name in bare if name not in used
+    }
 
 
 def _warn(path: Path, plan: Plan) -> None:

@@ -28,7 +28,8 @@ ABANDONED_SECONDS = 24 * 3600.0
 """Age after which a temporary counts as abandoned if locks cannot tell."""
 LOCK_SECONDS = 30.0
 """Limit of the wait for another save that is renaming its files; a process forked meanwhile inherits its lock."""
-_TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp")
+_STEM_BYTES = 100
+_TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp", re.DOTALL)
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,7 +55,12 @@ def save_id_of(temporary: Path) -> str | None:
 
 def temporary_name(path: Path, save: str) -> str:
     """Return the temporary name, in the same directory, of the replacement for ``path``."""
-    return f".{path.name[:100]}.{_machine()}-{save}.tmp"
+    return f".{_stem(path.name)}.{_machine()}-{save}.tmp"
+
+
+def _stem(name: str) -> str:
+    """The start of a file's name, short enough that the name of its temporary is at most 255 bytes."""
+    return os.fsencode(name)[:_STEM_BYTES].decode(errors="ignore") or "_"
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def clean(directory: Path, stem: str | None = None) -> None:
     for temporary in temporaries(directory):
         match = _TEMPORARY.fullmatch(temporary.name)
         assert match is not None
-        if stem is None or match["stem"] == stem[:100]:
+        if stem is None or match["stem"] == _stem(stem):
             with contextlib.suppress(OSError):
                 _remove_if_abandoned(temporary, match["machine"])
 

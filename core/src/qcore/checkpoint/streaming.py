@@ -27,7 +27,9 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, TensorSpec, file_error
+from .imported import ImportedArchive
 from .model_config import CONFIG, model_config, settings_for, write_config
+from .opening import imported
 from .records import Record
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
@@ -96,8 +98,7 @@ def quantize_checkpoint(
     check_target(source, target, overwrite=overwrite)
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
-        if archive.records:
-            raise file_error(source, "it is already quantized.", "Quantize the float checkpoint it was created from.")
+        _check_float(archive)
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
         run = _QuantizeRun(archive, plan, tell)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
@@ -107,6 +108,15 @@ def quantize_checkpoint(
         else:
             _into_directory(source, target, plan_shards(units, limit), aliases, run)
         return run.rows
+
+
+def _check_float(archive: Archive) -> None:
+    """Raise `CheckpointError` for a checkpoint that is quantized, by qcore or another tool."""
+    found = archive if archive.records else imported(archive)
+    if found.records:
+        tool = f" by {found.method}" if isinstance(found, ImportedArchive) else ""
+        remedy = "Quantize the float checkpoint it was created from, or convert it: qcore convert."
+        raise file_error(archive.path, f"it is already quantized{tool}.", remedy)
 
 
 def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:

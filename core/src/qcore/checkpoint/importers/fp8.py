@@ -137,7 +137,8 @@ def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
     """Expand scales per block of ``rows`` rows ``(blocks, G)``, per tensor or per row, to one per row and group."""
     own = scale.view(torch.uint8) if scale.dtype in E8M0 else scale
     table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], -1)
-    spread = table if rows == 1 else table.repeat_interleave(rows, dim=0)[:n]
+    each = min(rows, max(n, 1))  # the file may claim a larger one, which must not be allocated
+    spread = table if each == 1 else table.repeat_interleave(each, dim=0)[:n]
     return spread.expand(n, -1).t().contiguous()
 
 

@@ -37,10 +37,10 @@ class BlockType:
 
     def build(self, raw: Tensor) -> QTensor:
         """The weight (N, K) of raw blocks, uint8 (N, K / columns * nbytes)."""
-        blocks = raw.view(raw.shape[0], -1, self.nbytes)
+        blocks = raw.view(raw.shape[0], raw.shape[1] // self.nbytes, self.nbytes)
         codes, scale, zero = self.unpack(blocks)
-        codes = codes.reshape(raw.shape[0], -1)
-        shape = codes.shape[0], codes.shape[1]
+        shape = raw.shape[0], blocks.shape[1] * self.columns
+        codes = codes.reshape(shape)
         if not self.format.element.is_integer:
             data = pack_columns(codes)
         else:

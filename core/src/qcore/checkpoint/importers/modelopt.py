@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from ...formats import Format
+from ...formats import FLOAT_SCALES, Format
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
 from .fp8 import plan_fp8
 
 _FORMAT = "fp4-g16-e4m3"
@@ -66,6 +66,7 @@ def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
     n, k = weight.shape[0], 2 * weight.shape[1]
     if scale.shape != (n, -(-k // _GROUP)) or scale.dtype != torch.float8_e4m3fn or factor.shape not in ((), (1,)):
         raise LayerRefused(f"its scales have shapes {scale.shape} and {factor.shape}, {scale.dtype}")
+    check_dtypes(source, names, weight_scale_2=FLOAT_SCALES)
     format = Format.parse(_FORMAT)
 
     def build(read: Read) -> QTensor:
