@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,14 @@ def test_existing_targets(source, tmp_path):
     (documents / "thesis.txt").write_text("years")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         quantize_checkpoint(source, documents, "w4a16", overwrite=True)
+    for name in (".git/config", "other/model.safetensors", "a/b/model.gguf"):
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("years")
+        with pytest.raises(CheckpointError, match="more than one checkpoint"):
+            quantize_checkpoint(source, out, "w4a16", overwrite=True)
+        (out / name).unlink()
+        shutil.rmtree(out / Path(name).parts[0])
+    quantize_checkpoint(source, out, "w8a16", overwrite=True)
     (tmp_path / "x.safetensors").mkdir()
     with pytest.raises(CheckpointError, match="one is a file"):
         quantize_checkpoint(source, tmp_path / "x.safetensors", "w4a16", overwrite=True)

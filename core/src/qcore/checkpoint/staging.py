@@ -55,11 +55,11 @@ def save_id_of(temporary: Path) -> str | None:
 
 def temporary_name(path: Path, save: str) -> str:
     """Return the temporary name, in the same directory, of the replacement for ``path``."""
-    return f".{_stem(path.name)}.{_machine()}-{save}.tmp"
+    return f".{short_stem(path.name)}.{_machine()}-{save}.tmp"
 
 
-def _stem(name: str) -> str:
-    """The start of a file's name, short enough that the name of its temporary is at most 255 bytes."""
+def short_stem(name: str) -> str:
+    """The start of a file's name, short enough that names of temporaries have at most 255 bytes."""
     return os.fsencode(name)[:_STEM_BYTES].decode(errors="ignore") or "_"
 
 
@@ -227,7 +227,7 @@ def clean(directory: Path, stem: str | None = None) -> None:
     for temporary in temporaries(directory):
         match = _TEMPORARY.fullmatch(temporary.name)
         assert match is not None
-        if stem is None or match["stem"] == _stem(stem):
+        if stem is None or match["stem"] == short_stem(stem):
             with contextlib.suppress(OSError):
                 _remove_if_abandoned(temporary, match["machine"])
 

@@ -27,6 +27,7 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, TensorSpec, file_error
+from .header import shown as shown_name
 from .imported import ImportedArchive
 from .model_config import CONFIG, model_config, settings_for, write_config
 from .opening import imported
@@ -276,6 +277,17 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         raise file_error(
             target, "it exists and is not a checkpoint, so it is not overwritten.", "Choose another target."
         )
+    other = _other_contents(target) if target.is_dir() else None
+    if other is not None:
+        what = f"it holds more than one checkpoint ({shown_name(other)}), so it is not overwritten."
+        raise file_error(target, what, "Choose another target, or remove it yourself.")
+
+
+def _other_contents(directory: Path) -> str | None:
+    """The name of a repository or of further weights in a directory: replacing a checkpoint must not delete them."""
+    below = (path for path in directory.rglob("*") if path.name == ".git" or path.parent != directory)
+    found = next((path for path in below if path.name == ".git" or path.suffix in _WEIGHT_FILES), None)
+    return None if found is None else str(found.relative_to(directory))
 
 
 def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:
