@@ -13,14 +13,17 @@ import torch
 from ..errors import QcoreWarning, dtype_name
 from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
-from .header import file_error, readable, shown
+from .header import Entry, file_error, readable, shown
 from .imported import ImportedArchive
 from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
 
 _OWN = "qcore"
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INTEGER_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
+"""The last parts of the names under which tools store codes."""
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def imported(archive: Archive) -> Archive:
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
     found = plan_import(source)
     if found is not None:
-        _refuse_bare_codes(archive, found[1])
+        _refuse_codes(archive, found[1])
         _warn(archive.path, found[1])
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
@@ -57,13 +60,24 @@ def imported(archive: Archive) -> Archive:
     return archive
 
 
-def _refuse_bare_codes(archive: Archive, plan: Plan) -> None:
-    """Refuse 8-bit floats that the plan does not use: a model would take them for weights, which need their scales."""
-    bare = (name for name, entry in archive.entries.items() if entry.dtype in _CODES)
+def _refuse_codes(archive: Archive, plan: Plan) -> None:
+    """Refuse codes that the plan does not use, whose scales are missing: a model would take them for weights."""
+    if plan.refused:  # with reasons that say more
+        return
     used = plan.used
-    plan.refused |= {
-        name: f"it is {dtype_name(archive.entries[name].dtype)} without a scale" for name in bare if name not in used
-    }
+    left = [entry for name, entry in archive.entries.items() if name not in used]
+    codes = [entry for entry in left if _is_code(entry, every=not plan.weights)]
+    reason = "and belongs to no weight in a layout that qcore reads"
+    plan.refused = {entry.name: f"it is {dtype_name(entry.dtype)} {reason}" for entry in codes}
+
+
+def _is_code(entry: Entry, *, every: bool) -> bool:
+    """Whether a tensor holds codes, by its dtype and name; ``every``: any integer matrix does."""
+    if entry.dtype in _FLOAT_CODES:
+        return True
+    last = entry.name.rpartition(".")[2]
+    named = last in _CODES or last.endswith(("_qdata", "_blocks"))
+    return entry.dtype in _INTEGER_CODES and len(entry.shape) > 1 and (every or named)
 
 
 def _warn(path: Path, plan: Plan) -> None:

@@ -40,9 +40,15 @@ DTYPES = {
 }
 FLAT = [(case, part, dtype) for (case, part), dtypes in DTYPES.items() for dtype in dtypes]
 MISSING = [
-    ("ct_fp8_dyn", "weight_scale", "float8_e4m3fn without a scale"),
-    ("ct_fp8_block", "weight_scale", "float8_e4m3fn without a scale"),
-    ("fp8_block_ragged", "weight_scale_inv", "float8_e4m3fn without a scale"),
+    *((case, "weight_scale", "float8_e4m3fn and belongs to no weight") for case in ("ct_fp8_dyn", "ct_fp8_block")),
+    ("fp8_block_ragged", "weight_scale_inv", "float8_e4m3fn and belongs to no weight"),
+    ("ct_w8a8_dyn", "weight_scale", "int8 and belongs to no weight"),
+    ("ct_w4a16_g128", "weight_scale", "int32 and belongs to no weight"),
+    ("gptq_4_sym_v1_g128", "scales", "int32 and belongs to no weight"),
+    ("awq_gemm_asym_g128", "scales", "int32 and belongs to no weight"),
+    ("bnb_nf4", "weight.quant_map", "uint8 and belongs to no weight"),
+    ("bnb_int8", "SCB", "int8 and belongs to no weight"),
+    ("modelopt_nvfp4", "weight_scale", "uint8 and belongs to no weight"),
     ("ct_w4a16_asym", "weight_zero_point", "asymmetric, but it has no zero points"),
     ("ao_int8_asym", "_weight_zero_point", "its tensor 'zero_point' is missing"),
     ("ao_int4", "_weight_zero_point", "its tensor 'zero_point' is missing"),
@@ -88,6 +94,23 @@ def test_missing_tensors_are_refused(tmp_path, case, part, match):
     layer = frozen(case)
     del layer.tensors[f"{layer.layer}.{part}"]
     refused(layer, tmp_path, match)
+
+
+def test_one_layer_among_others_without_scales(tmp_path):
+    layer = frozen("gptq_4_sym_v1_g128")
+    others = {n.replace("q_proj", "k_proj"): t.clone() for n, t in layer.tensors.items() if "scales" not in n}
+    layer.tensors |= others
+    with pytest.raises(CheckpointError, match=r"k_proj.qweight': it is int32 and belongs to no weight"):
+        load(layer, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "awq_gemm_asym_g128", "hqq_4_axis1", "ao_int8wo"])
+def test_an_unknown_layout_of_a_known_tool(tmp_path, case):
+    """Such as Marlin's ``B`` and ``s``: nothing would be read, and the rest of the model loaded."""
+    layer = frozen(case)
+    layer.tensors = {f"{layer.layer}.B": torch.zeros(4, 64, dtype=torch.int32), f"{layer.layer}.s": torch.ones(2, 64)}
+    with pytest.raises(CheckpointError, match=r"B': it is int32 and belongs to no weight"):
+        qcore.convert(layer.write(tmp_path / "in"), tmp_path / "out")
 
 
 def test_words_of_16_bits_are_not_read_as_8_bit_codes(tmp_path):
