@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,40 @@ def test_only_models_and_mappings_can_be_saved(tmp_path, value):
     with pytest.raises(CheckpointError, match=r"cannot save a \w+\.\nPass a model"):
         save(value, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@posix
+@pytest.mark.parametrize("limit", [None, 100])
+def test_file_systems_without_modes_and_syncs(tmp_path, monkeypatch, limit):
+    """FAT has no modes, and network file systems cannot flush directories: neither is a failed save."""
+
+    def fail(handle, *_):
+        raise OSError(95, "Operation not supported")
+
+    synced = os.fsync
+    monkeypatch.setattr(os, "fchmod", fail)
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (fail if stat.S_ISDIR(os.fstat(handle).st_mode) else synced)(handle)
+    )
+    for path in (tmp_path / "m.safetensors", tmp_path / "d"):
+        for _ in range(2):
+            save(STATE, path, max_shard_size=limit if path.name == "d" else None)
+            check(path)
+
+
+@posix
+def test_a_directory_that_cannot_be_listed(tmp_path, monkeypatch):
+    save(STATE, tmp_path / "d", max_shard_size=100)
+    opened = os.open
+
+    def fail(path, flags, *given, **named):
+        if Path(path) == tmp_path / "d":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *given, **named)
+
+    monkeypatch.setattr(os, "open", fail)
+    save(STATE, tmp_path / "d", max_shard_size=200)
+    check(tmp_path / "d")
 
 
 def test_a_shard_of_any_number_of_digits(tmp_path):

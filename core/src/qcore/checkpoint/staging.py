@@ -93,7 +93,8 @@ class Rights:
                 break
         # Another group than the old one gets the rights of others.
         mine = os.fstat(handle).st_gid == self.group
-        os.fchmod(handle, self.mode if mine else (self.mode & ~0o070) | (self.mode & 0o007) << 3)
+        with contextlib.suppress(OSError):  # a file system without modes; elsewhere the file stays private
+            os.fchmod(handle, self.mode if mine else (self.mode & ~0o070) | (self.mode & 0o007) << 3)
 
 
 @contextlib.contextmanager
@@ -197,14 +198,21 @@ def publish_lock(directory: Path) -> Iterator[bool]:
 
     Yields False if there is no lock: the file system has none, or another process did not release it in time.
     """
-    if _fcntl is None:
+    handle = _opened(directory)
+    if handle is None:
         yield False
         return
-    handle = os.open(directory, os.O_RDONLY)
     try:
         yield _acquire(handle)
     finally:
         os.close(handle)
+
+
+def _opened(directory: Path) -> int | None:
+    try:
+        return None if _fcntl is None else os.open(directory, os.O_RDONLY)
+    except PermissionError:  # a directory that may be written to, but not listed
+        return None
 
 
 def _acquire(handle: int) -> bool:
@@ -277,11 +285,12 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a directory's entries to disk."""
+    """Flush a directory's entries to disk, as far as its file system and its permissions allow."""
     if os.name != "posix":
         return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
