@@ -33,6 +33,7 @@ from .model_config import CONFIG, folder_of, model_config, read_json, settings_f
 from .opening import open_checkpoint
 from .records import CALIBRATED, Record
 from .streaming import check_target, side_files_of
+from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 OWN, GGUF = "qcore", "gguf"
@@ -223,7 +224,8 @@ class _Run:
         wide = entry.dtype in (*FLOAT_SCALES, torch.float64)
         keep = not wide or self.dtype is None or name in self._calibrated
         dtype = entry.dtype if keep or self.dtype is None else self.dtype
-        return Unit(name, (TensorSpec(name, dtype, entry.shape),), lambda: [self.archive.read(name).to(dtype)])
+        specs = (TensorSpec(name, dtype, entry.shape),)
+        return Unit(name, specs, lambda: [rounded(self.archive.read(name), dtype, name)])
 
     @property
     def _calibrated(self) -> frozenset[str]:

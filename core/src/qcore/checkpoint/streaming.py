@@ -32,6 +32,7 @@ from .imported import ImportedArchive
 from .model_config import CONFIG, model_config, settings_for, write_config
 from .opening import imported
 from .records import Record
+from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
@@ -230,7 +231,8 @@ class _QuantizeRun:
 
     def _copied(self, entry: Entry) -> Unit:
         dtype = self.plan.copied_dtype(entry)
-        return Unit(entry.name, (TensorSpec(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
+        specs = (TensorSpec(entry.name, dtype, entry.shape),)
+        return Unit(entry.name, specs, lambda: [rounded(self._read(entry), dtype, entry.name)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
         n, k = entry.shape[0], math.prod(entry.shape[1:])
