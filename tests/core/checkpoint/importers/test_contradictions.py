@@ -247,3 +247,51 @@ def test_a_huge_block_takes_no_memory(tmp_path):
     weight = load(layer, tmp_path).weight
     expected = layer.tensors[f"{layer.layer}.weight"].float() * layer.tensors[name].repeat_interleave(128, 1)
     assert torch.equal(weight.dequantize(torch.float32), expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", ["fp8_block_ragged", "ct_fp8_dyn"])
+def test_8_bit_floats_whose_settings_are_lost(tmp_path, case, strict):
+    """An error about names only would end in strict=False, and in weights without their scales."""
+    layer = frozen(case)
+    (layer.write(tmp_path) / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"weight': it is float8_e4m3fn and .* its scale.*\n.*config.json"):
+        qcore.load_(layer.model(), tmp_path, strict=strict)
+    assert len(qcore.checkpoint.inspect(tmp_path)) == len(layer.tensors)
+
+
+def test_8_bit_floats_without_scales_are_numbers(tmp_path):
+    weight = torch.randn(8, 64).to(torch.float8_e4m3fn)
+    qcore.save({"weight": weight}, tmp_path / "m.safetensors")
+    model = torch.nn.Linear(64, 8, bias=False)
+    qcore.load_(model, tmp_path / "m.safetensors")
+    assert torch.equal(model.weight, weight.float())
+
+
+def test_scales_of_caches_are_left_out(tmp_path):
+    layer = frozen("fp8_block_ragged")
+    layer.tensors[layer.layer.replace("q_proj", "k_scale")] = torch.ones(())
+    assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))
+
+
+def test_static_scales_of_another_dtype(tmp_path):
+    layer = frozen("ct_fp8_static")
+    layer.tensors[f"{layer.layer}.input_scale"] = torch.ones(1, dtype=torch.int32)
+    refused(layer, tmp_path, "its input_scale is int32")
+
+
+def test_awq_with_settings_in_a_file_of_their_own(tmp_path):
+    layer = frozen("awq_gemm_asym_g128")
+    layer.write(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    old = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(old))
+    model = layer.model()
+    qcore.load_(model, tmp_path)
+    assert layer.is_dense(model.get_submodule(layer.layer).weight.dequantize(torch.float32))
+
+
+def test_marlin_of_old_versions(tmp_path):
+    layer = edited("gptq_4_sym_v1_g128", lambda s: [s.pop("checkpoint_format", None), s.update(is_marlin_format=True)])
+    with pytest.raises(CheckpointError, match="checkpoint_format is 'marlin'"):
+        load(layer, tmp_path)

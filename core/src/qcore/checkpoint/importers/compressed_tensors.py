@@ -40,11 +40,11 @@ from .base import (
     plan_layers,
 )
 from .compressed_tensors_settings import Group, activation_of, check_transforms, groups_of
-from .fp8 import fp8_format, scale_blocks, spread_scale
+from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
-_UNUSED = (".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
+_UNUSED = (".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
 
 
 class CompressedTensors:

@@ -87,6 +87,7 @@ class _Settings:
         settings = source.settings or source.json("quantize_config.json")
         known = Source(source.path, source.config, settings, {}, {}, source.read)
         layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+        layout = "marlin" if settings.get("is_marlin_format") is True else layout  # AutoGPTQ before 0.7
         if any(layout.startswith(other) for other in _OTHER_LAYOUTS):
             raise file_error(
                 source.path,

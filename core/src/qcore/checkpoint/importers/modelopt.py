@@ -18,7 +18,7 @@ from ...formats import FLOAT_SCALES, Format
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
-from .fp8 import plan_fp8
+from .fp8 import CACHE_SCALES, plan_fp8
 
 _FORMAT = "fp4-g16-e4m3"
 _GROUP = 16
@@ -39,8 +39,7 @@ class ModelOpt:
     def plan(self, source: Source) -> Plan:
         """Every layer with ``weight_scale``."""
         plan = plan_layers(source.layers("weight_scale", "weight"), partial(_plan_layer, source))
-        # Scales of key and value caches, which qcore does not quantize.
-        plan.dropped |= {name for name in source.entries if name.endswith((".k_scale", ".v_scale"))}
+        plan.dropped |= {name for name in source.entries if name.endswith(CACHE_SCALES)}
         return plan
 
 
