@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from foreign_layers import FrozenLayer, frozen
+from foreign_layers import FrozenLayer, edited, frozen
 from foreign_packing import packed_words, whole_words
 
 import qcore
@@ -63,15 +63,6 @@ def load(layer, folder):
     model = layer.model()
     qcore.load_(model, layer.write(folder))
     return model.get_submodule(layer.layer)
-
-
-def edited(case, change):
-    """The case with other settings."""
-    layer = frozen(case)
-    config = layer.config
-    change(config["quantization_config"])
-    layer.metadata["config"] = json.dumps(config)
-    return layer
 
 
 def refused(layer, folder, match):
