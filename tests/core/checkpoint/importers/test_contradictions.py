@@ -204,6 +204,24 @@ def test_few_rows_with_zero_points(tmp_path, n, k, group, bits):
     assert torch.equal(load(layer, tmp_path).weight.dequantize(torch.float32), dense)
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_zero_points_of_old_versions_are_not_packed(tmp_path, bits):
+    layer, dense = packed(24, 64, bits, 32, pack=whole_words, version="0.9.4")
+    name = f"{LAYER}.weight_zero_point"
+    unsigned = whole_words_of(layer.tensors[name], bits, 24)
+    layer.tensors[name] = (unsigned.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+    assert torch.equal(load(layer, tmp_path / "whole").weight.dequantize(torch.float32), dense)
+    layer.tensors[name] = layer.tensors[name][:, :1].contiguous()
+    refused(layer, tmp_path / "other", "its zero points have shape")
+
+
+def whole_words_of(words, bits, n):
+    """The unsigned numbers (N, G) in words (W, G) whose fields do not cross words."""
+    each = 32 // bits
+    fields = [(words >> (bits * place)) & ((1 << bits) - 1) for place in range(each)]
+    return torch.stack(fields, dim=1).flatten(0, 1)[:n]
+
+
 @pytest.mark.parametrize("asymmetric", [True, False])
 @pytest.mark.parametrize(("bits", "k"), [(3, 33), (3, 100), (5, 65), (6, 7), (7, 7)])
 def test_the_version_says_how_codes_are_packed(tmp_path, bits, k, asymmetric):

@@ -3,7 +3,8 @@
 The storage of a layer follows from its tensors; ``config_groups`` in the settings contain the number of bits of the
 codes and the quantization of activations. With h the centre of the codes:
 
-- ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N;
+- ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N, or int8
+  (N, G) in old files;
 - ``weight`` int8 (N, K), codes of any number of bits; ``weight_zero_point`` int8;
 - ``weight`` e4m3fn (N, K) with float scales, or with e8m0 ones for groups of 32 (MXFP8);
 - ``weight_packed`` uint8 (N, K / 2), e2m1, low nibble first: with e8m0 scales for groups of 32 (MXFP4), or with e4m3fn
@@ -125,7 +126,7 @@ def _check_parts(layer: _Layer) -> None:
     if weight is None:
         raise LayerRefused("it has a scale, but no weight")
     codes = layer.dtype(weight)
-    points = (torch.int32,) if "weight_packed" in names else INTEGERS
+    points = (torch.int32, torch.int8) if "weight_packed" in names else INTEGERS
     check_dtypes(layer.source, names, weight_zero_point=points, weight_g_idx=INTEGERS, weight_global_scale=FLOAT_SCALES)
     kind = "int" if codes in (torch.int32, torch.int8) else "float"
     if layer.group.kind not in ("", kind):
@@ -143,16 +144,14 @@ def _packed_int(layer: _Layer) -> _Planned:
     names, has_zero = layer.names, "weight_zero_point" in layer.names
     format = int_format(4 if bits <= 4 else 8, size, ZeroPoint.INT if has_zero else ZeroPoint.NONE)
     order = _order(layer, k, size)
-    zero_words = -(-n // (32 // bits)) if whole else -(-n * bits // 32)
-    if has_zero and layer.shape("weight_zero_point") != (zero_words, groups):
-        raise LayerRefused(f"its zero points have shape {layer.shape('weight_zero_point')}")
+    _check_zeros(layer, -(-n // (32 // bits)) if whole else -(-n * bits // 32), (n, groups))
 
     def build(read: Read) -> QTensor:
         packed, scale = read(names["weight_packed"]), read(names["weight_scale"]).reshape(n, groups).t()
-        zero = None
-        if has_zero:
-            zero = unpack_words(read(names["weight_zero_point"]), bits, n, dim=0, whole=whole)
-            zero = signed(zero, bits).t().contiguous()
+        points = read(names["weight_zero_point"]) if has_zero else None
+        if points is not None and points.dtype != torch.int8:
+            points = signed(unpack_words(points, bits, n, dim=0, whole=whole), bits)
+        zero = None if points is None else points.t().contiguous()
         if bits == 4 and order is None and k == 8 * words:
             data = packed.view(torch.uint8) ^ SIGN_OF_NIBBLES
             return QTensor(data, scale, zero, (n, k), format)
@@ -166,6 +165,15 @@ def _packed_int(layer: _Layer) -> _Planned:
         return QTensor(data, scale, zero, (n, k), format, order=order)
 
     return (n, k), format, build, layer.dtype("weight_scale"), order is not None
+
+
+def _check_zeros(layer: _Layer, words: int, shape: tuple[int, int]) -> None:
+    """Raise `LayerRefused` unless zero points are packed along N, or in files of old versions whole, int8 (N, G)."""
+    if "weight_zero_point" not in layer.names:
+        return
+    found, whole = layer.shape("weight_zero_point"), layer.dtype("weight_zero_point") == torch.int8
+    if found != (shape if whole else (words, shape[1])):
+        raise LayerRefused(f"its zero points have shape {found}")
 
 
 def _order(layer: _Layer, k: int, size: int | None) -> Tensor | None:
