@@ -121,7 +121,7 @@ class TestRefused:
         with pytest.raises(qcore.CheckpointError, match="architecture is 'wavtokenizer'"):
             qcore.load_(model(), tmp_path / "m.gguf")
 
-    @pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (23, "IQ4_XS"), (34, "TQ1_0"), (99, "number 99")])
+    @pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (99, "number 99")])
     def test_types_by_name(self, kind, name, tmp_path):
         raw = {"blk.0.ffn_down.weight": ((256, 4), kind, bytes(256))}
         (tmp_path / "m.gguf").write_bytes(file_of(raw, metadata("llama")))
