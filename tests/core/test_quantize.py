@@ -74,6 +74,10 @@ RULES = [
 ]
 
 
+TABLES = ("fp8", "fp8_e5m2", "fp8-g32-e8m0", "fp4-g32-e8m0", "fp4-g16-e4m3", "fp4-g16-e4m3d", "nf4-g64", "fp4_bnb-g64")
+"""Formats of elements that are tables, with every type of scale."""
+
+
 class TestFormulas:
     @pytest.mark.parametrize(("text", "quantizer"), RULES)
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +199,7 @@ class TestEdges:
         assert quantize(torch.full((2, 64), 0.3), text).dequantize().unique().tolist() == [F(0.3)]
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-    @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g32-asym", "int4-g32-fzp"])
+    @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g32-asym", "int4-g32-fzp", *TABLES])
     @pytest.mark.parametrize("quantizer", ["mse", None])
     def test_nan_and_inf_name_the_tensor(self, text, bad, quantizer):
         weight = torch.randn(3, 77)
@@ -219,6 +223,9 @@ class TestEdges:
         for weight in (torch.tensor([[3e38, -3e38]]), torch.full((1, 4), 1e300, dtype=torch.float64)):
             with pytest.raises(FormatError, match="Rescale the weight"):
                 quantize(weight, "int8-asym")
+        for text in TABLES:
+            with pytest.raises(FormatError, match="too large for scales"):
+                quantize(torch.full((1, 64), 1e300, dtype=torch.float64), text)
 
     @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (1, 1)])
     @pytest.mark.parametrize("text", ["int8", "int4-g32", "int4-g32-asym/plain_int32", "int8-fzp"])

@@ -68,6 +68,15 @@ def frozen(case):
     return FrozenLayer(metadata["layer"], tensors, metadata, rows)
 
 
+def edited(case, change):
+    """The case with other settings."""
+    layer = frozen(case)
+    config = layer.config
+    change(config["quantization_config"])
+    layer.metadata["config"] = json.dumps(config)
+    return layer
+
+
 def nested(name, module):
     """A module of modules in which ``module`` has the name ``name``."""
     for part in reversed(name.split(".")):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from foreign_layers import frozen
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import qcore
-from qcore.checkpoint import inspect
+from qcore.checkpoint import inspect, quantize_checkpoint
 from qcore.checkpoint.records import Record, write_notes
 
 FOREIGN = ["gptq_4_sym_v1_g128", "gptq_4_asym_v2_desc", "gptq_4_v1_zero0", "gptq_8_asym_g64", "awq_gemm_asym_g128"]
@@ -265,3 +265,30 @@ def test_experts_stay_one_weight_or_are_refused(tmp_path):
     for to in ("gptq", "awq", "compressed-tensors"):
         with pytest.raises(qcore.CheckpointError, match="several experts"):
             qcore.convert(tmp_path / "in.safetensors", tmp_path / "out", to)
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_fp4_of_few_columns_is_refused(tmp_path, k):
+    for format in ("fp4-g32-e8m0", "fp4-g16-e4m3d"):
+        qcore.save({"a.weight": qcore.quantize(torch.randn(3, k), format)}, tmp_path / "in.safetensors")
+        if k % qcore.Format.parse(format).group_size == 0:
+            continue
+        with pytest.raises(qcore.CheckpointError, match="must be a multiple of"):
+            qcore.convert(tmp_path / "in.safetensors", tmp_path / "out", "compressed-tensors")
+
+
+def test_numbers_that_a_dtype_cannot_represent(tmp_path):
+    norm = torch.tensor([1e6, float("inf"), 1.0])
+    qcore.save({"a.weight": qcore.quantize(torch.randn(8, 64), "int8"), "norm": norm}, tmp_path / "q.safetensors")
+    qcore.save({"a.weight": torch.randn(8, 64), "norm": norm}, tmp_path / "f.safetensors")
+    with pytest.warns(qcore.QcoreWarning, match=r"tensor 'norm'.*float16 cannot represent: they become Inf"):
+        qcore.convert(tmp_path / "q.safetensors", tmp_path / "a.safetensors", dtype=torch.float16)
+    with pytest.warns(qcore.QcoreWarning, match=r"tensor 'norm'.*float16 cannot represent: they become Inf"):
+        quantize_checkpoint(tmp_path / "f.safetensors", tmp_path / "b.safetensors", "w8a16", dtype=torch.float16)
+    for path in ("q", "f"):  # without a warning: bfloat16 can represent them, and Inf was there before
+        out = tmp_path / f"{path}.out.safetensors"
+        convert = (
+            qcore.convert if path == "q" else lambda *given, **kwargs: quantize_checkpoint(*given, "w8a16", **kwargs)
+        )
+        convert(tmp_path / f"{path}.safetensors", out, dtype=torch.bfloat16)
+        assert load_file(out)["norm"].tolist()[1:] == [float("inf"), 1.0]

@@ -14,7 +14,10 @@ from torch import nn
 import qcore
 from qcore import CheckpointError, FormatError, QcoreWarning
 from qcore.checkpoint import inspect, load_, quantize_checkpoint, save
+from qcore.checkpoint.header import NAMES
+from qcore.checkpoint.opening import open_checkpoint
 from qcore.errors import clipped, did_you_mean, quoted
+from qcore.weights.parts import parts
 
 MILLION = 1_000_000
 LONG = 5 * MILLION
@@ -264,3 +267,25 @@ def test_errors_of_formats_are_short():
             with pytest.raises(FormatError) as caught:
                 parse(text)
             assert len(str(caught.value)) < 1500
+
+
+MANY = 1 << 40
+
+
+@pytest.mark.parametrize("shape", [(MANY, 0, 0), (MANY, 0, 3), (MANY, 3, 0), (MANY, 0)])
+@pytest.mark.parametrize("format", ["int4-g32", "int8-g32", "fp8-g32", "int4-g3/plain_int32", "nf4-g64"])
+def test_any_number_of_weights_that_take_no_bytes(tmp_path, shape, format):
+    *experts, n, k = shape
+    fmt, tree = qcore.Format.parse(format), {}
+    for part in parts(fmt, n, k):
+        dtype = NAMES[part.dtype]
+        tree[f"w.weight.{part.name}"] = {"dtype": dtype, "shape": [*experts, *part.shape], "data_offsets": [0, 0]}
+    scheme = str(qcore.Scheme(fmt))
+    notes = {"w.weight": {"format": str(fmt), "shape": list(shape), "quantizer": None, "scheme": scheme}}
+    tree["__metadata__"] = {"qcore": "1", "qcore.schema": "2", "qcore.tensors": json.dumps(notes)}
+    path = write(tmp_path / "m.safetensors", tree)
+    start = time.process_time()
+    qcore.convert(path, tmp_path / "out.safetensors")
+    with open_checkpoint(path) as archive:
+        assert archive.quantized("w.weight").dequantize().shape == shape
+    assert time.process_time() - start < 2

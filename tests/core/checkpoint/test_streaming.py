@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import checkpoint_zoo as zoo
 import pytest
 import safetensors.torch
 import torch
+from foreign_layers import frozen
 from torch import nn
 
 import qcore
@@ -177,6 +179,14 @@ def test_existing_targets(source, tmp_path):
     (documents / "thesis.txt").write_text("years")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         quantize_checkpoint(source, documents, "w4a16", overwrite=True)
+    for name in (".git/config", "other/model.safetensors", "a/b/model.gguf"):
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("years")
+        with pytest.raises(CheckpointError, match="more than one checkpoint"):
+            quantize_checkpoint(source, out, "w4a16", overwrite=True)
+        (out / name).unlink()
+        shutil.rmtree(out / Path(name).parts[0])
+    quantize_checkpoint(source, out, "w8a16", overwrite=True)
     (tmp_path / "x.safetensors").mkdir()
     with pytest.raises(CheckpointError, match="one is a file"):
         quantize_checkpoint(source, tmp_path / "x.safetensors", "w4a16", overwrite=True)
@@ -271,3 +281,25 @@ def test_a_directory_with_another_name_for_its_file(tmp_path):
     (tmp_path / "d" / "model.safetensors").rename(tmp_path / "d" / "other.safetensors")
     assert inspect(tmp_path / "d").shards == ("other.safetensors",)
     load_(nn.Identity(), tmp_path / "d", strict=False)
+
+
+@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "ct_fp8_dyn", "bnb_nf4", "fp8_block_ragged", "ao_int8wo"])
+def test_a_checkpoint_of_another_tool_is_quantized_already(tmp_path, case):
+    """Copying its codes and replacing its settings would make it unreadable."""
+    layer = frozen(case)
+    layer.tensors["lm_head.weight"] = torch.randn(8, 64)
+    source = layer.write(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=r"already quantized by .*\n.*qcore convert"):
+        quantize_checkpoint(source, tmp_path / "out", "w8a16")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_configuration_with_infinity(source, tmp_path):
+    """Python's json writes it, and so does transformers for models such as Mamba 2."""
+    folder = tmp_path / "in"
+    quantize_checkpoint(source, folder, "w8a16", exclude="*")
+    (folder / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity], "x": NaN}')
+    quantize_checkpoint(folder, tmp_path / "out", "w8a16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert config["quantization_config"]["quant_method"] == "qcore"

@@ -22,7 +22,7 @@ from ..nn.base import static_parameters, with_static_parameters
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .foreign import first_foreign
-from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, shown, without_gc
+from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, readable, shown, without_gc
 from .records import IMPORT_FIRST, SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
@@ -74,10 +74,11 @@ class Archive:
                     archive._open_all(files)
                     stack.push(files.pop_all())
                     return archive
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, OSError):
                 # The error is real if the files did not change meanwhile; otherwise read the new ones.
                 if _fingerprint(path) == before or time.monotonic() > end:
-                    raise _unreadable(path, error) from error
+                    with readable(path):
+                        raise
             time.sleep(0.001)
 
     # Opening.
@@ -250,7 +251,7 @@ def _fingerprint(path: Path) -> object:
     try:
         files = path.glob("*.safetensors*") if path.is_dir() else iter([path])
         return sorted(identity for file in files if (identity := _identity(file)))
-    except OSError:
+    except (OSError, ValueError):  # also for a path with a null character
         return None
 
 
@@ -260,12 +261,6 @@ def _identity(file: Path) -> tuple[str, int, int, int] | None:
     except FileNotFoundError:
         return None
     return file.name, stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def _unreadable(path: Path, error: CheckpointError | OSError) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    return file_error(path, f"cannot be read: {error.strerror or error}.", "Check the path and the permissions.")
 
 
 def find_files(path: Path) -> tuple[list[Path], Index | None]:

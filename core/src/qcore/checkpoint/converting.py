@@ -33,6 +33,7 @@ from .model_config import CONFIG, folder_of, model_config, read_json, settings_f
 from .opening import open_checkpoint
 from .records import CALIBRATED, Record
 from .streaming import check_target, side_files_of
+from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 OWN, GGUF = "qcore", "gguf"
@@ -99,7 +100,9 @@ def convert(
     check_target(source, target, overwrite=overwrite)
     with open_checkpoint(source) as archive, translate_os_errors(target):
         if not archive.records:
-            raise file_error(source, "it is not quantized.", "Quantize it: qcore.quantize_checkpoint.")
+            raise file_error(
+                source, "it is not quantized.", "Quantize it: qcore quantize, or qcore.checkpoint.quantize_checkpoint."
+            )
         method = archive.method if isinstance(archive, ImportedArchive) else ""
         before = sum(entry.nbytes for entry in archive.entries.values())
         run = _Run(archive, EXPORTERS[to]() if to in EXPORTERS else None, dtype)
@@ -221,7 +224,8 @@ class _Run:
         wide = entry.dtype in (*FLOAT_SCALES, torch.float64)
         keep = not wide or self.dtype is None or name in self._calibrated
         dtype = entry.dtype if keep or self.dtype is None else self.dtype
-        return Unit(name, (TensorSpec(name, dtype, entry.shape),), lambda: [self.archive.read(name).to(dtype)])
+        specs = (TensorSpec(name, dtype, entry.shape),)
+        return Unit(name, specs, lambda: [rounded(self.archive.read(name), dtype, name)])
 
     @property
     def _calibrated(self) -> frozenset[str]:

@@ -43,6 +43,10 @@ def open_gguf(path: Path, stack: ExitStack) -> ImportedArchive:
     """Open a GGUF file, which stays open until ``stack`` is closed. Raises `CheckpointError`."""
     file = stack.enter_context(path.open("rb"))
     header = read_gguf_header(file, path)
+    parts = header.metadata.get("split.count")
+    if type(parts) is int and parts > 1:
+        what = f"it is one of the {parts} parts of a split file."
+        raise file_error(path, what, "Merge them with llama.cpp: llama-gguf-split --merge FIRST_PART MERGED.")
     archive = _raw(path, file, header)
     return ImportedArchive.of(archive, "gguf", plan_gguf(header, archive.entries, path))
 
@@ -97,4 +101,14 @@ def _raw(path: Path, file: BinaryIO, header: GGUFHeader) -> Archive:
             raise file_error(path, f"its {nbytes:,} bytes extend beyond the end of the file.", tensor=tensor.name)
         archive.entries[tensor.name] = Entry(tensor.name, dtype, shape, tensor.start, nbytes)
         archive.shards[tensor.name] = path
+    _check_overlaps(archive)
     return archive
+
+
+def _check_overlaps(archive: Archive) -> None:
+    """Raise if two tensors share bytes: a small file could claim to hold any number of them."""
+    end = 0
+    for entry in sorted(archive.entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.nbytes and entry.start < end:
+            raise file_error(archive.path, "its bytes overlap with those of another tensor.", tensor=entry.name)
+        end = max(end, entry.start + entry.nbytes)

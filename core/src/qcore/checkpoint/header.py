@@ -63,6 +63,16 @@ def file_error(path: Path, what: str, remedy: str = DOWNLOAD_AGAIN, tensor: str 
     return CheckpointError(f"{where}: {clipped(what, 700)}\n{clipped(remedy, 400)}")
 
 
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system (missing permissions, a long name) to `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Check the path and the permissions."
+        raise file_error(path, f"cannot be read: {error.strerror or error}.", remedy) from error
+
+
 def shown(name: str) -> str:
     """Format a name from an untrusted file for errors and tables: shortened, without terminal control characters."""
     text = name if name.isprintable() else ascii(name[:200])
@@ -101,10 +111,14 @@ class Header:
     entries: dict[str, Entry]
 
 
-def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
-    """Parse a JSON object from an untrusted file. Raises `CheckpointError`, also for duplicate and invalid keys."""
+def parse_json(text: bytes, path: Path, what: str, *, constants: bool = False) -> dict[str, Any]:
+    """Parse a JSON object from an untrusted file. Raises `CheckpointError`, also for duplicate and invalid keys.
+
+    ``constants``: accept NaN, Infinity and -Infinity, which Python's json writes to configurations of models.
+    """
+    refuse = None if constants else _no_constant
     try:
-        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        tree = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise file_error(path, f"its {what} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(tree, dict):

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import CheckpointError, clipped, quoted
+from ..errors import CheckpointError, clipped, dtype_name, quoted
 from ..nn.base import QuantizedModule, static_parameters
 from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
 from .archive import Archive
 from .buffers import recompute_buffers, unsaved_meta_buffers
 from .experts import StandIn, stand_ins, with_stand_ins
-from .header import Entry, shown
+from .header import Entry, file_error, shown
 from .records import Record
 
+_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight")
+"""The ends of names under which tools store the scale of a weight."""
 _STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
 
 
@@ -84,6 +87,7 @@ def match(model: nn.Module, archive: Archive) -> Match:
     _complete_dense(found, archive)
     _match_plain(found, archive, layers)
     _match_buffers(found, model)
+    _check_scaled(found, archive)
     problems = [*_swap_problems(found, archive), *_slot_problems(found, archive)]
     if problems:
         raise _mismatch_error(archive, problems)
@@ -159,10 +163,22 @@ def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -
     static = {name for swap in found.swaps for names in swap.static_parameters().values() for name in names.values()}
     stored = set(archive.plain_names())
     found.plain = [name for name in found.slots if name in stored]
-    found.unexpected += sorted(stored - found.slots.keys() - static)
+    layers_of = {swap.layer: swap for swap in found.swaps}
+    left = sorted(stored - found.slots.keys() - static)
+    found.unexpected += [name for name in left if not _changes_nothing(name, layers_of, archive)]
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
     found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
     found.missing += _quantized_only_in_model(found, layers)
+
+
+def _changes_nothing(name: str, swaps: dict[str, Swap], archive: Archive) -> bool:
+    """Whether a tensor that the model has no slot for is a bias of zeros: AutoGPTQ stores one for every layer."""
+    layer, _, attribute = name.rpartition(".")
+    if layer not in swaps or attribute != "bias":
+        return False
+    entry = archive.entry(name)
+    fits = entry.dtype.is_floating_point and entry.shape == swaps[layer].record.shape[-2:-1]
+    return fits and not bool(archive.read(name).any())
 
 
 def _match_buffers(found: Match, model: nn.Module) -> None:
@@ -208,6 +224,20 @@ def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
             yield from _dense_problems(name, slot, archive.records[found.dense[name].source].shape)
         else:
             yield from _plain_problems(name, slot, archive.entry(name))
+
+
+def _check_scaled(found: Match, archive: Archive) -> None:
+    """Raise for 8-bit floats that a model would take for weights, although a scale belongs to each of them."""
+    for name in found.plain:
+        entry = archive.entry(name)
+        if entry.dtype == found.slots[name].dtype or entry.dtype not in _FLOAT_CODES:
+            continue
+        start = name.removesuffix("weight")
+        scale = next((f"{start}{end}" for end in _SCALES if f"{start}{end}" in archive.entries), None)
+        if scale is not None:
+            what = f"it is {dtype_name(entry.dtype)} and {shown(scale)!r} its scale, but no settings say how to use it."
+            remedy = "Put the config.json of the checkpoint beside it: its quantization_config names the tool."
+            raise file_error(archive.path, what, remedy, name)
 
 
 def _plain_problems(name: str, slot: Tensor, entry: Entry) -> Iterator[str]:

@@ -13,7 +13,7 @@ from .._version import __version__
 from ..errors import dtype_name
 from ..formats import Format
 from ..weights.schemes import Scheme
-from .header import MAX_HEADER, file_error, parse_json
+from .header import MAX_HEADER, file_error, parse_json, readable
 from .records import Record
 
 CONFIG = "config.json"
@@ -26,13 +26,14 @@ def folder_of(path: Path) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if there is no such file. Raises `CheckpointError` for a damaged one."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        text = file.read(MAX_HEADER + 1)
+    with readable(path):
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            text = file.read(MAX_HEADER + 1)
     if len(text) > MAX_HEADER:
         raise file_error(path, f"it is longer than {MAX_HEADER} bytes.")
-    return parse_json(text, path, path.name)
+    return parse_json(text, path, path.name, constants=True)
 
 
 def write_config(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> Path:

@@ -8,43 +8,76 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import QcoreWarning
+import torch
+
+from ..errors import QcoreWarning, dtype_name
 from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
-from .header import file_error, shown
+from .header import Entry, file_error, readable, shown
 from .imported import ImportedArchive
 from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
 
 _OWN = "qcore"
+_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INTEGER_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
+"""The last parts of the names under which tools store codes."""
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Archive]:
     """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports."""
-    gguf = gguf_file_of(path)
+    with readable(path):
+        gguf = gguf_file_of(path)
     if gguf is not None:
         with ExitStack() as stack:
-            yield open_gguf(gguf, stack)
+            with readable(gguf):
+                archive: Archive = open_gguf(gguf, stack)
+            yield archive
         return
     with Archive.open(path) as archive:
-        yield archive if archive.records else _imported(archive)
+        yield archive if archive.records else imported(archive)
 
 
-def _imported(archive: Archive) -> Archive:
-    """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized."""
+def imported(archive: Archive) -> Archive:
+    """The tensors of another tool's checkpoint, or ``archive`` itself if it is not quantized.
+
+    Raises `CheckpointError` for a tool that no importer supports.
+    """
     config = read_json(folder_of(archive.path) / CONFIG)
     settings = _settings(config)
     source = Source(archive.path, config, settings, archive.entries, archive.metadata, archive.read)
     found = plan_import(source)
     if found is not None:
+        _refuse_codes(archive, found[1])
         _warn(archive.path, found[1])
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
     return archive
+
+
+def _refuse_codes(archive: Archive, plan: Plan) -> None:
+    """Refuse codes that the plan does not use, whose scales are missing: a model would take them for weights."""
+    if plan.refused:  # with reasons that say more
+        return
+    used = plan.used
+    left = [entry for name, entry in archive.entries.items() if name not in used]
+    codes = [entry for entry in left if _is_code(entry, every=not plan.weights)]
+    reason = "and belongs to no weight in a layout that qcore reads"
+    plan.refused = {entry.name: f"it is {dtype_name(entry.dtype)} {reason}" for entry in codes}
+
+
+def _is_code(entry: Entry, *, every: bool) -> bool:
+    """Whether a tensor holds codes, by its dtype and name; ``every``: any integer matrix does."""
+    if entry.dtype in _FLOAT_CODES:
+        return True
+    last = entry.name.rpartition(".")[2]
+    named = last in _CODES or last.endswith(("_qdata", "_blocks"))
+    return entry.dtype in _INTEGER_CODES and len(entry.shape) > 1 and (every or named)
 
 
 def _warn(path: Path, plan: Plan) -> None:

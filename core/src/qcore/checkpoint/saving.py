@@ -40,7 +40,8 @@ def save(
     """
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
-    single = target.suffix == ".safetensors" and not target.is_dir()
+    # The file that a link points to may have any name: those of a cache are hashes.
+    single = Path(path).suffix == ".safetensors" and not target.is_dir()
     if single and limit is not None:
         raise CheckpointError(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
@@ -67,7 +68,9 @@ def described_state(model: nn.Module, *, guarded: bool = False) -> tuple[dict[st
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
     """Return plain tensors by name, and quantized weights with their schemes."""
-    state: Mapping[Any, Any] = _state_dict(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
+    state: Any = _state_dict(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"cannot save a {type(state).__name__}.\nPass a model, its state_dict(), or a mapping.")
     _check_names(state)
     weights = {**_described_weights(state), **_qtensor_weights(state)}
     taken = {f"{name}.{part}" for name in weights for part in WEIGHT_TENSORS} | weights.keys()

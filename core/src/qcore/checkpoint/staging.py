@@ -28,7 +28,8 @@ ABANDONED_SECONDS = 24 * 3600.0
 """Age after which a temporary counts as abandoned if locks cannot tell."""
 LOCK_SECONDS = 30.0
 """Limit of the wait for another save that is renaming its files; a process forked meanwhile inherits its lock."""
-_TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp")
+_STEM_BYTES = 100
+_TEMPORARY = re.compile(r"\.(?P<stem>.+?)\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<id>[0-9a-f]{12})\.tmp", re.DOTALL)
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,7 +55,12 @@ def save_id_of(temporary: Path) -> str | None:
 
 def temporary_name(path: Path, save: str) -> str:
     """Return the temporary name, in the same directory, of the replacement for ``path``."""
-    return f".{path.name[:100]}.{_machine()}-{save}.tmp"
+    return f".{short_stem(path.name)}.{_machine()}-{save}.tmp"
+
+
+def short_stem(name: str) -> str:
+    """The start of a file's name, short enough that names of temporaries have at most 255 bytes."""
+    return os.fsencode(name)[:_STEM_BYTES].decode(errors="ignore") or "_"
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Rights:
                 break
         # Another group than the old one gets the rights of others.
         mine = os.fstat(handle).st_gid == self.group
-        os.fchmod(handle, self.mode if mine else (self.mode & ~0o070) | (self.mode & 0o007) << 3)
+        with contextlib.suppress(OSError):  # a file system without modes; elsewhere the file stays private
+            os.fchmod(handle, self.mode if mine else (self.mode & ~0o070) | (self.mode & 0o007) << 3)
 
 
 @contextlib.contextmanager
@@ -191,14 +198,21 @@ def publish_lock(directory: Path) -> Iterator[bool]:
 
     Yields False if there is no lock: the file system has none, or another process did not release it in time.
     """
-    if _fcntl is None:
+    handle = _opened(directory)
+    if handle is None:
         yield False
         return
-    handle = os.open(directory, os.O_RDONLY)
     try:
         yield _acquire(handle)
     finally:
         os.close(handle)
+
+
+def _opened(directory: Path) -> int | None:
+    try:
+        return None if _fcntl is None else os.open(directory, os.O_RDONLY)
+    except PermissionError:  # a directory that may be written to, but not listed
+        return None
 
 
 def _acquire(handle: int) -> bool:
@@ -221,7 +235,7 @@ def clean(directory: Path, stem: str | None = None) -> None:
     for temporary in temporaries(directory):
         match = _TEMPORARY.fullmatch(temporary.name)
         assert match is not None
-        if stem is None or match["stem"] == stem[:100]:
+        if stem is None or match["stem"] == short_stem(stem):
             with contextlib.suppress(OSError):
                 _remove_if_abandoned(temporary, match["machine"])
 
@@ -271,11 +285,12 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a directory's entries to disk."""
+    """Flush a directory's entries to disk, as far as its file system and its permissions allow."""
     if os.name != "posix":
         return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -27,8 +27,12 @@ from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .archive import Archive
 from .header import Entry, TensorSpec, file_error
+from .header import shown as shown_name
+from .imported import ImportedArchive
 from .model_config import CONFIG, model_config, settings_for, write_config
+from .opening import imported
 from .records import Record
+from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
@@ -96,8 +100,7 @@ def quantize_checkpoint(
     check_target(source, target, overwrite=overwrite)
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
-        if archive.records:
-            raise file_error(source, "it is already quantized.", "Quantize the float checkpoint it was created from.")
+        _check_float(archive)
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
         run = _QuantizeRun(archive, plan, tell)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
@@ -107,6 +110,15 @@ def quantize_checkpoint(
         else:
             _into_directory(source, target, plan_shards(units, limit), aliases, run)
         return run.rows
+
+
+def _check_float(archive: Archive) -> None:
+    """Raise `CheckpointError` for a checkpoint that is quantized, by qcore or another tool."""
+    found = archive if archive.records else imported(archive)
+    if found.records:
+        tool = f" by {found.method}" if isinstance(found, ImportedArchive) else ""
+        remedy = "Quantize the float checkpoint it was created from, or convert it: qcore convert."
+        raise file_error(archive.path, f"it is already quantized{tool}.", remedy)
 
 
 def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
@@ -219,7 +231,8 @@ class _QuantizeRun:
 
     def _copied(self, entry: Entry) -> Unit:
         dtype = self.plan.copied_dtype(entry)
-        return Unit(entry.name, (TensorSpec(entry.name, dtype, entry.shape),), lambda: [self._read(entry).to(dtype)])
+        specs = (TensorSpec(entry.name, dtype, entry.shape),)
+        return Unit(entry.name, specs, lambda: [rounded(self._read(entry), dtype, entry.name)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
         n, k = entry.shape[0], math.prod(entry.shape[1:])
@@ -266,6 +279,17 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         raise file_error(
             target, "it exists and is not a checkpoint, so it is not overwritten.", "Choose another target."
         )
+    other = _other_contents(target) if target.is_dir() else None
+    if other is not None:
+        what = f"it holds more than one checkpoint ({shown_name(other)}), so it is not overwritten."
+        raise file_error(target, what, "Choose another target, or remove it yourself.")
+
+
+def _other_contents(directory: Path) -> str | None:
+    """The name of a repository or of further weights in a directory: replacing a checkpoint must not delete them."""
+    below = (path for path in directory.rglob("*") if path.name == ".git" or path.parent != directory)
+    found = next((path for path in below if path.name == ".git" or path.suffix in _WEIGHT_FILES), None)
+    return None if found is None else str(found.relative_to(directory))
 
 
 def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..discovery.registry import Guarded
-from ..errors import FormatError
+from ..errors import FormatError, QcoreWarning, dtype_name
 from ..formats import PLAIN, PLAIN_INT32
 from ..weights.qtensor import QTensor
 from ..weights.validation import check_codes
-from .header import Entry, file_error
+from .header import Entry, file_error, shown
 from .records import Record
 
 _NIBBLE = 4
@@ -36,6 +37,15 @@ def storable(tensor: Tensor) -> Tensor:
     """Return the values as a contiguous CPU tensor with lazy negation and conjugation resolved."""
     found = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return found if found.data_ptr() or not found.numel() else found.clone()  # ZeroTensors have no memory
+
+
+def rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A float tensor in another dtype; warns if finite numbers become Inf."""
+    found = value.to(dtype)
+    if found is not value and bool((found.isinf() & ~value.isinf()).any()):
+        what = f"tensor {shown(name)!r} holds numbers that {dtype_name(dtype)} cannot represent: they become Inf."
+        warnings.warn(f"{what}\nChoose another dtype.", QcoreWarning, stacklevel=2)
+    return found
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -109,7 +109,11 @@ OnUnit = Callable[[Unit], None]
 
 def shard_limit(size: int | str | None) -> int | None:
     """Parse a number of bytes, or a text such as ``"5GB"`` or ``"500MiB"``. Raises `CheckpointError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?B)?", size.strip().upper()) if isinstance(size, str) else None
+    match = (
+        re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]I?B)?", size.strip().upper())
+        if isinstance(size, str)
+        else None
+    )
     found = int(float(match[1]) * _UNITS[match[2] or ""]) if match else size
     if found is not None and (isinstance(found, (bool, float, str)) or found < 1):
         raise CheckpointError(f"max_shard_size is {size!r}; it must be a positive number of bytes, or e.g. '5GB'.")

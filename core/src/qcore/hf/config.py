@@ -9,7 +9,7 @@ from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._version import __version__
-from ..errors import FormatError, did_you_mean
+from ..errors import FormatError, did_you_mean, quoted
 from ..model.selection import Patterns, as_patterns
 from ..weights.schemes import Scheme
 
@@ -55,6 +55,10 @@ class QcoreConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
         self.exclude = list(as_patterns(exclude) or ())
         if not isinstance(layers or {}, Mapping):
             raise FormatError(f"layers is a {type(layers).__name__}; it must map names to their formats.")
+        described: list[Any] = list((layers or {}).values())
+        wrong = [about for about in described if not isinstance(about, Mapping)]
+        if wrong:
+            raise FormatError(f"layers holds {quoted(wrong[0])}; it must map names to their formats.")
         self.layers = {name: dict(about) for name, about in (layers or {}).items()}
 
     def to_dict(self) -> dict[str, Any]:

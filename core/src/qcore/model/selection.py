@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import QcoreWarning, did_you_mean
+from ..errors import FormatError, QcoreWarning, did_you_mean, quoted
 from ..weights.schemes import Scheme
 
 Patterns = str | Iterable[str]
@@ -23,10 +23,15 @@ def as_rules(scheme: str | Scheme | Mapping[str, str | Scheme]) -> tuple[tuple[s
 
 
 def as_patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
-    """Return one pattern or several as a tuple; None stays None."""
+    """Return one pattern or several as a tuple; None stays None. Raises `FormatError` for anything but texts."""
     if patterns is None:
         return None
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    single = isinstance(patterns, str) or not isinstance(patterns, Iterable)
+    found: tuple[Any, ...] = (patterns,) if single else tuple(patterns)
+    wrong = [pattern for pattern in found if not isinstance(pattern, str)]
+    if wrong:
+        raise FormatError(f"{quoted(wrong[0])} is not a pattern: pass a layer's name such as 'lm_head' or '*.mlp.*'.")
+    return found
 
 
 def matches(name: str, pattern: str) -> bool:

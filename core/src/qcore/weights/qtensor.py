@@ -230,7 +230,7 @@ class QTensor:
         k = self.shape[-1]
         if self.dim() == 2:
             return self.format.codec.decode(self.data, k)
-        if not self.shape[0]:
+        if not self.numel():  # of any number of experts: a file can claim billions that take no bytes
             return self.data.new_empty(tuple(self.shape), dtype=self.format.element.code_dtype)
         return torch.stack([self.format.codec.decode(data, k) for data in self.data])
 
@@ -254,8 +254,9 @@ class QTensor:
         out = self.dtype if dtype is None else dtype
         compute = torch.float64 if out == torch.float64 else torch.float32
         if self.dim() == 3:
-            each = [self[e].dequantize(out) for e in range(self.shape[0])]
-            return torch.stack(each) if each else torch.empty(tuple(self.shape), dtype=out, device=self.device)
+            if not self.numel():
+                return torch.empty(tuple(self.shape), dtype=out, device=self.device)
+            return torch.stack([self[e].dequantize(out) for e in range(self.shape[0])])
         added = self.zero if self.format.zero is ZeroPoint.FLOAT else None
         values = self.format.element.decode(self.codes(), compute)
         group = self.format.group(self.shape[-1])
@@ -357,9 +358,9 @@ class QTensor:
 def _encode(format: Format, codes: Tensor) -> Tensor:
     if codes.dim() == 2:
         return format.codec.encode(codes)
-    if not codes.shape[0]:
+    if not codes.numel():
         one = format.codec.encode(codes.new_empty(codes.shape[1:]))
-        return one.new_empty((0, *one.shape))
+        return one.expand(codes.shape[0], *one.shape).contiguous()
     return torch.stack([format.codec.encode(part) for part in codes])
 
 

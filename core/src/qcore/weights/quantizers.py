@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from ..formats import FLOAT_SCALES, Format, ZeroPoint
+from ..formats import FLOAT_SCALES, Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values, raw
 from .gptq import Order, compensate
 from .importance import activation_aware, importance_of
@@ -251,7 +251,8 @@ def _quantize_rows(
         parts = [_compensated(rows.float(), inputs, inputs.order, target)]
     codes = torch.cat([part for part, _ in parts], dim=1)
     scale, zero = (torch.cat([getattr(p, part) for _, p in parts], dim=1).squeeze(-1) for part in ("scale", "zero"))
-    _check_finite(scale + zero, rows, target.scale_dtype, name)
+    # An e8m0 scale is finite even if it was computed from Inf.
+    _check_finite(rows.float() if fmt.scale is ScaleType.E8M0 else scale + zero, rows, target, name)
     return codes, target.stored_scale(scale), _stored_zero(zero, target)
 
 
@@ -321,12 +322,14 @@ def _stored_zero(zero: Tensor, target: Target) -> Tensor | None:
     return zero.to(dtype)
 
 
-def _check_finite(parameters: Tensor, rows: Tensor, scale_dtype: torch.dtype, name: str) -> None:
-    if not has_values(rows) or torch.isfinite(parameters).all():
+def _check_finite(found: Tensor, rows: Tensor, target: Target, name: str) -> None:
+    """Raise if ``found``, computed in float32 from ``rows``, is not finite."""
+    if not has_values(rows) or torch.isfinite(found).all():
         return
     if not torch.isfinite(rows).all():
         raise FormatError(
             f"{name} holds NaN or Inf, which has no quantized form.\nRepair the weight, or exclude this layer."
         )
-    remedy = "Rescale the weight" if scale_dtype == torch.float32 else "Pass scale_dtype=torch.float32"
-    raise FormatError(f"{name} is too large for scales in {scale_dtype}.\n{remedy}, or exclude this layer.")
+    kept = torch.float32 if target.format.scale is not ScaleType.FLOAT else target.scale_dtype
+    remedy = "Rescale the weight" if kept == torch.float32 else "Pass scale_dtype=torch.float32"
+    raise FormatError(f"{name} is too large for scales in {kept}.\n{remedy}, or exclude this layer.")

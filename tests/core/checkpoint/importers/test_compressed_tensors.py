@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from foreign_layers import FrozenLayer, frozen
+from foreign_layers import FrozenLayer, edited, frozen
 from foreign_packing import packed_words, whole_words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,15 +38,6 @@ def read(layer, folder):
     model = layer.model()
     qcore.load_(model, layer.write(folder))
     return model.get_submodule(layer.layer)
-
-
-def edited(case, change):
-    """The case with other settings."""
-    layer = frozen(case)
-    config = layer.config
-    change(config["quantization_config"])
-    layer.metadata["config"] = json.dumps(config)
-    return layer
 
 
 @pytest.mark.parametrize(("case", "scheme"), CASES.items())

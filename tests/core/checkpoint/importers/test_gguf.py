@@ -121,7 +121,7 @@ class TestRefused:
         with pytest.raises(qcore.CheckpointError, match="architecture is 'wavtokenizer'"):
             qcore.load_(model(), tmp_path / "m.gguf")
 
-    @pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (23, "IQ4_XS"), (34, "TQ1_0"), (99, "number 99")])
+    @pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (99, "number 99")])
     def test_types_by_name(self, kind, name, tmp_path):
         raw = {"blk.0.ffn_down.weight": ((256, 4), kind, bytes(256))}
         (tmp_path / "m.gguf").write_bytes(file_of(raw, metadata("llama")))
@@ -159,3 +159,37 @@ class TestRefused:
             open_checkpoint(tmp_path / "m.gguf") as archive,
         ):
             archive.quantized("model.layers.0.mlp.down_proj.weight")
+
+
+NAMES = ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
+
+
+def test_tensors_cannot_share_bytes(tmp_path):
+    """A small file could claim to hold any number of tensors."""
+    raw = file_of({NAMES[0]: ((32, 64), 2, bytes(18 * 64)), NAMES[1]: ((32, 64), 2, b"")}, metadata("qwen2"))
+    second = raw.index(NAMES[1].encode()) + len(NAMES[1]) + 4 + 16 + 4
+    for start in (0, 32, 1120):
+        path = tmp_path / "m.gguf"
+        path.write_bytes(raw[:second] + struct.pack("<Q", start) + raw[second + 8 :] + bytes(18 * 64))
+        with pytest.raises(qcore.CheckpointError, match=r"attn_k.weight'.*overlap"):
+            qcore.checkpoint.inspect(path)
+    path.write_bytes(raw[:second] + struct.pack("<Q", 1152) + raw[second + 8 :] + bytes(18 * 64))
+    assert len(qcore.checkpoint.inspect(path)) == 2
+
+
+def test_a_part_of_a_split_file(tmp_path):
+    split = [("split.count", 2, struct.pack("<H", 3)), ("split.no", 2, struct.pack("<H", 0))]
+    path = tmp_path / "m-00001-of-00003.gguf"
+    path.write_bytes(file_of({NAMES[0]: ((32, 64), 2, bytes(18 * 64))}, metadata("qwen2") + split))
+    with pytest.raises(qcore.CheckpointError, match=r"one of the 3 parts.*\n.*llama-gguf-split --merge"):
+        qcore.convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (32, 0), (0, 0)])
+@pytest.mark.parametrize("kind", [2, 8])
+def test_weights_without_rows_or_columns(tmp_path, shape, kind):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file_of({NAMES[0]: (shape, kind, b"")}, metadata("qwen2")))
+    with open_checkpoint(path) as archive:
+        (name,) = archive.records
+        assert archive.quantized(name).shape == shape[::-1]

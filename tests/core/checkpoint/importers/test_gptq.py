@@ -251,3 +251,57 @@ def test_a_model_of_several_layers(tmp_path):
     assert len(report.kernels()) >= 1
     for name in names:
         assert torch.equal(model.get_submodule(name).weight.dequantize(torch.float32), written.dense)
+
+
+@pytest.mark.parametrize("stated", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_bits_of_a_layer_without_g_idx(tmp_path, bits, stated):
+    written = Written(n=32, bits=bits)
+    written.settings["bits"] = stated
+    del written.tensors[f"{LAYER}.g_idx"]
+    assert torch.equal(written.read(tmp_path), written.dense)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_few_columns(tmp_path, bits):
+    """All of them fit into one word, of which several numbers of bits would be possible."""
+    written = Written(n=32, k=32 // bits, bits=bits, group=32 // bits)
+    assert torch.equal(written.read(tmp_path), written.dense)
+
+
+@pytest.mark.parametrize("where", ["dynamic", "extra_config"])
+def test_layers_that_are_asymmetric_on_their_own(tmp_path, where):
+    written = Written(sym=False)
+    written.settings |= {"sym": True, where: {"+:model.*": {"sym": False}, "-:x": {}}}
+    assert torch.equal(written.read(tmp_path), written.dense)
+
+
+@pytest.mark.parametrize(("k", "group", "stated"), [(200, 100, 128), (200, 128, 100), (96, 32, 48), (96, 32, -1)])
+@pytest.mark.parametrize("sorted_columns", [True, False])
+def test_groups_of_another_size_than_stated(tmp_path, k, group, stated, sorted_columns):
+    index = torch.arange(k) // group
+    order = torch.arange(k) if sorted_columns else torch.randperm(k, generator=torch.Generator().manual_seed(1))
+    written = Written(k=k, group=group, g_idx=index[order])
+    written.settings["group_size"] = stated
+    assert torch.equal(written.read(tmp_path), written.dense)
+
+
+class TestBiases:
+    """AutoGPTQ stores a bias for every layer, of zeros where the model has none."""
+
+    def load(self, folder, bias, *, strict=True):
+        written = Written()
+        written.tensors[f"{LAYER}.bias"] = bias
+        model = written.layer.model(bias=False)
+        return qcore.load_(model, written.layer.write(folder), strict=strict)
+
+    def test_zeros_are_left_out(self, tmp_path):
+        assert self.load(tmp_path, torch.zeros(24).half()).unexpected == ()
+
+    @pytest.mark.parametrize(
+        "bias", [torch.ones(24), torch.zeros(25), torch.zeros(24).long(), torch.full((24,), -1e-8)]
+    )
+    def test_others_are_not(self, tmp_path, bias):
+        with pytest.raises(qcore.CheckpointError, match=r"Not used by the model: model\.fc\.bias"):
+            self.load(tmp_path, bias)
+        assert self.load(tmp_path, bias, strict=False).unexpected == ("model.fc.bias",)

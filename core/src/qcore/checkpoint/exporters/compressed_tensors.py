@@ -129,7 +129,7 @@ def _whole_bytes(layer: Layer, dtype: torch.dtype) -> Written:
 
 
 def _fp4(layer: Layer) -> Written:
-    check_multiple(layer, 1, layer.record.format.group(layer.k))
+    check_multiple(layer, 1, _FP4[layer.record.format.scale][0])
     has_global = layer.record.format.scale.has_global
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "weight_packed": (torch.uint8, (layer.n, layer.k // 2)),

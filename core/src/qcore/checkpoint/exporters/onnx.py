@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...runtime.progress import Progress
 from ..header import file_error
 from ..loading import load_
-from ..staging import clean, new_id, remove, replace_atomically, staging
+from ..staging import clean, new_id, remove, replace_atomically, short_stem, staging
 from .onnx_layers import replace_layers
 from .onnx_model import Traced, empty_model, traced
 
@@ -123,7 +123,7 @@ def _publish(stage: Path, target: Path, save: str) -> None:
     if not target.exists():
         stage.rename(target)
         return
-    aside = target.with_name(f".{target.name[:100]}.{save}.replaced")
+    aside = target.with_name(f".{short_stem(target.name)}.{save}.replaced")
     target.rename(aside)
     try:
         stage.rename(target)

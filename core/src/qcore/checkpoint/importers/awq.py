@@ -12,6 +12,7 @@ gemv   ``qweight`` int32 (N, K / 8) and ``qzeros`` int32 (N, W), sequential; ``s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ LOW_OUTPUTS = (0, 4, 1, 5)
 """The outputs (of eight) in the low nibbles of the four bytes of a word."""
 HIGH_OUTPUTS = (2, 6, 3, 7)
 _CENTRE = 8
+_OLD_SETTINGS = "quant_config.json"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -39,11 +41,14 @@ class AWQ:
     name = "awq"
 
     def recognizes(self, source: Source) -> bool:
-        """By ``quant_method``, or by auto-round's ``packing_format``."""
-        return source.method == "awq" or (source.method in AUTO_ROUND and "awq" in packing_format(source))
+        """By ``quant_method``, by auto-round's ``packing_format``, or for old directories by ``quant_config.json``."""
+        if source.method:
+            return source.method == "awq" or (source.method in AUTO_ROUND and "awq" in packing_format(source))
+        return "w_bit" in source.json(_OLD_SETTINGS) and any(source.layers("qweight", "scales"))
 
     def plan(self, source: Source) -> Plan:
         """Every layer with ``qweight``; those of ``modules_to_not_convert`` have none."""
+        source = replace(source, settings=source.settings or source.json(_OLD_SETTINGS))
         layout = _layout(source)
         bits = source.setting("bits", int) or source.setting("w_bit", int, 4)
         if bits != 4:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, FormatError, quoted
+from ...errors import CheckpointError, FormatError, QcoreError, dtype_name, message_of, quoted
 from ...formats import Format, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
@@ -24,6 +24,7 @@ from ..model_config import folder_of, read_json
 
 Read = Callable[[str], Tensor]
 """Reads the stored tensor with the given name into new memory on the CPU."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_DESCRIPTION = 64
 """The maximum bytes of a tensor that describes a layer."""
 
@@ -164,7 +165,10 @@ class LayerRefused(Exception):  # noqa: N818 - says what happens to a layer, is 
 
 
 def plan_layers(layers: Iterable[str], plan_one: Callable[[str, Plan], None]) -> Plan:
-    """Plan layer by layer; a `LayerRefused` is noted, so that the error of the load can name every layer."""
+    """Plan layer by layer; a `LayerRefused` is noted, so that the error of the load can name every layer.
+
+    So is any other error, except one of the file: tensors of damaged files contradict each other in countless ways.
+    """
     plan = Plan()
     for layer in layers:
         with _noting_refusals(layer, plan):
@@ -178,6 +182,22 @@ def _noting_refusals(layer: str, plan: Plan) -> Iterator[None]:
         yield
     except (LayerRefused, FormatError) as refusal:
         plan.refused[layer] = str(refusal).replace("\n", " ")
+    except (QcoreError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001
+        plan.refused[layer] = f"{type(error).__name__}: {message_of(error)}".replace("\n", " ")
+
+
+def check_dtypes(source: Source, names: Mapping[str, str], **allowed: tuple[torch.dtype, ...]) -> None:
+    """Raise `LayerRefused` unless the tensors of a layer have one of these dtypes: another one has other bytes.
+
+    ``names``: of the stored tensors, by part; ``allowed``: by part; parts without a tensor are ignored.
+    """
+    for part, dtypes in allowed.items():
+        found = source.entries[names[part]].dtype if part in names else dtypes[0]
+        if found not in dtypes:
+            wanted = " or ".join(map(dtype_name, dtypes))
+            raise LayerRefused(f"its {part} is {dtype_name(found)}; it must be {wanted}")
 
 
 def refusal_error(path: Path, refused: Mapping[str, str]) -> CheckpointError:
@@ -223,10 +243,10 @@ def order_by_group(g_idx: Tensor, size: int | None) -> Tensor | None:
     ``g_idx``: the group of each column, integers (K,); ``size``: columns per group.
     """
     k = g_idx.shape[0]
-    groups = (torch.arange(k) // (size or k)).to(g_idx.dtype)
-    if torch.equal(g_idx, groups):
+    groups = torch.arange(k) // (size or max(k, 1))
+    if torch.equal(g_idx.long(), groups):
         return None
     order = torch.argsort(g_idx, stable=True)
-    if not torch.equal(g_idx[order], groups):
+    if not torch.equal(g_idx[order].long(), groups):
         raise LayerRefused("its g_idx has groups of unequal size")
     return order.to(torch.int32)

@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 
 from ...errors import quoted
-from ...formats import Format, find_element
+from ...formats import FLOAT_SCALES, Format, find_element
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
 
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
 """The maximum bytes of the JSON of one layer."""
 _ROW_MAJOR = [0]
+_STORAGE = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Values of ``bnb_4bit_quant_storage``: the dtype in which the bytes of codes are stored."""
 _MOST_OFFSET = torch.finfo(torch.float32).max
 
 
@@ -40,8 +42,10 @@ class BitsAndBytes:
     name = "bitsandbytes"
 
     def recognizes(self, source: Source) -> bool:
-        """By ``quant_method``."""
-        return source.method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+        """By ``quant_method``, or in directories of old versions of transformers by ``load_in_4bit`` and so on."""
+        if source.method:
+            return source.method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+        return any(source.settings.get(name) is True for name in ("load_in_4bit", "load_in_8bit"))
 
     def plan(self, source: Source) -> Plan:
         """Every layer with a table of 4-bit values, and every layer with ``SCB``."""
@@ -90,7 +94,7 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
         raise LayerRefused("its quant_state is missing or too large")
     state = _State.parse(source.read(states[0]))
     names = {part: f"{start}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
-    names = {"weight": start, **{part: name for part, name in names.items() if name in source.entries}}
+    names = {part: name for part, name in {"weight": start, **names}.items() if name in source.entries}
     _check(source, state, names)
     n, k = state.shape
     element = find_element(_ELEMENTS[state.kind])
@@ -116,17 +120,18 @@ def _check(source: Source, state: _State, names: dict[str, str]) -> None:
     if k % state.block or k % 2:
         raise LayerRefused(f"its blocks of {state.block} weights cross rows of {k}; qcore's groups cannot")
     blocks = n * k // state.block
-    nested = entries["absmax"].dtype == torch.uint8 if "absmax" in entries else False
+    nested = state.nested_block > 0
     needed = {"weight", "absmax", "quant_map"} | ({"nested_absmax", "nested_quant_map"} if nested else set())
-    if needed - entries.keys() or (nested and not state.nested_block):
-        raise LayerRefused(f"it lacks {', '.join(sorted(needed - entries.keys())) or 'nested_blocksize'}")
+    if needed - entries.keys():
+        raise LayerRefused(f"it lacks {', '.join(sorted(needed - entries.keys()))}")
+    check_dtypes(source, names, weight=_STORAGE, absmax=(torch.uint8 if nested else torch.float32,))
     sizes = {"weight": n * k // 2, "absmax": blocks * entries["absmax"].dtype.itemsize, "quant_map": 16 * 4}
     if nested:
         sizes |= {"nested_absmax": -(-blocks // state.nested_block) * 4, "nested_quant_map": 256 * 4}
     wrong = [part for part, size in sizes.items() if entries[part].nbytes != size]
     floats = [part for part in needed - {"weight", "absmax"} if entries[part].dtype != torch.float32]
-    if wrong or floats or entries["absmax"].dtype not in (torch.uint8, torch.float32):
-        raise LayerRefused(f"the sizes or dtypes of {', '.join([*wrong, *floats]) or 'absmax'} are wrong")
+    if wrong or floats:
+        raise LayerRefused(f"the sizes or dtypes of {', '.join([*wrong, *floats])} are wrong")
 
 
 def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
@@ -144,7 +149,7 @@ def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
     weight, scb = source.entries[f"{layer}.weight"], source.entries[f"{layer}.SCB"]
     if (
         weight.dtype != torch.int8
-        or not scb.dtype.is_floating_point
+        or scb.dtype not in FLOAT_SCALES
         or len(weight.shape) != 2
         or scb.shape not in (weight.shape[:1], (weight.shape[0], 1))
     ):

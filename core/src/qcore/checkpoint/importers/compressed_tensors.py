@@ -3,7 +3,8 @@
 The storage of a layer follows from its tensors; ``config_groups`` in the settings contain the number of bits of the
 codes and the quantization of activations. With h the centre of the codes:
 
-- ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N;
+- ``weight_packed`` int32 (N, words), codes plus h packed along K; ``weight_zero_point`` int32, packed along N, or int8
+  (N, G) in old files;
 - ``weight`` int8 (N, K), codes of any number of bits; ``weight_zero_point`` int8;
 - ``weight`` e4m3fn (N, K) with float scales, or with e8m0 ones for groups of 32 (MXFP8);
 - ``weight_packed`` uint8 (N, K / 2), e2m1, low nibble first: with e8m0 scales for groups of 32 (MXFP4), or with e4m3fn
@@ -14,32 +15,37 @@ Scales are (N, G). ``weight_g_idx`` (K,) is the group of each column; newer vers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from ...formats import Format, ZeroPoint
+from ...errors import FormatError, dtype_name
+from ...formats import FLOAT_SCALES, Format, ZeroPoint
 from ...weights.qtensor import QTensor
 from ..header import file_error
 from .base import (
+    INTEGERS,
     ForeignWeight,
     LayerRefused,
     Plan,
     Read,
     Source,
+    check_dtypes,
     group_size,
     int_format,
     order_by_group,
     plan_layers,
 )
-from .compressed_tensors_settings import Group, activation_of, groups_of
-from .fp8 import fp8_format, scale_blocks, spread_scale
+from .compressed_tensors_settings import Group, activation_of, check_transforms, groups_of
+from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
-_UNUSED = (".input_global_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_shape")
+_UNUSED = (".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
 
 
 class CompressedTensors:
@@ -54,6 +60,7 @@ class CompressedTensors:
     def plan(self, source: Source) -> Plan:
         """Every layer with ``weight_scale``."""
         groups = groups_of(source)
+        check_transforms(source)
         formats = {str(source.settings.get("format", "")), *(group.format for group in groups)}
         refused = next((text for text in formats if text.startswith(_REFUSED)), None)
         if refused is not None:
@@ -101,16 +108,31 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
     if group is None:
         raise LayerRefused("no target of config_groups matches it")
     layer = _Layer(source, name, group, names)
+    _check_parts(layer)
     if "weight_packed" in names:
         planned = _packed_int(layer) if layer.dtype("weight_packed") == torch.int32 else _packed_fp4(layer)
-    elif "weight" in names:
-        planned = _whole_int(layer) if layer.dtype("weight") == torch.int8 else _whole_fp8(layer)
     else:
-        raise LayerRefused("it has a scale, but no weight")
+        planned = _whole_int(layer) if layer.dtype("weight") == torch.int8 else _whole_fp8(layer)
     shape, format, build, dtype, ordered = planned
     scheme = activation_of(source, name, group, format, plan)
     sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
     plan.weights.append(ForeignWeight(f"{name}.weight", shape, scheme, sources, build, dtype, ordered, factor))
+
+
+def _check_parts(layer: _Layer) -> None:
+    """Raise `LayerRefused` unless the tensors have the dtypes of the layer's settings, and none is missing."""
+    names = layer.names
+    weight = next((part for part in ("weight_packed", "weight") if part in names), None)
+    if weight is None:
+        raise LayerRefused("it has a scale, but no weight")
+    codes = layer.dtype(weight)
+    points = (torch.int32, torch.int8) if "weight_packed" in names else INTEGERS
+    check_dtypes(layer.source, names, weight_zero_point=points, weight_g_idx=INTEGERS, weight_global_scale=FLOAT_SCALES)
+    kind = "int" if codes in (torch.int32, torch.int8) else "float"
+    if layer.group.kind not in ("", kind):
+        raise LayerRefused(f"its codes are {dtype_name(codes)}, but its settings say {layer.group.kind[:20]!r}")
+    if not layer.group.symmetric and kind == "int" and "weight_zero_point" not in names:
+        raise LayerRefused("its settings say asymmetric, but it has no zero points")
 
 
 def _packed_int(layer: _Layer) -> _Planned:
@@ -121,21 +143,15 @@ def _packed_int(layer: _Layer) -> _Planned:
     size = group_size(k, groups, layer.group.size)
     names, has_zero = layer.names, "weight_zero_point" in layer.names
     format = int_format(4 if bits <= 4 else 8, size, ZeroPoint.INT if has_zero else ZeroPoint.NONE)
-    order = None
-    if "weight_g_idx" in names:
-        if layer.shape("weight_g_idx") != (k,):
-            raise LayerRefused(f"its weight_g_idx has shape {layer.shape('weight_g_idx')}")
-        order = order_by_group(layer.source.read(names["weight_g_idx"]), size)
-    zero_words = -(-n // (32 // bits)) if whole else -(-n * bits // 32)
-    if has_zero and layer.shape("weight_zero_point") != (zero_words, groups):
-        raise LayerRefused(f"its zero points have shape {layer.shape('weight_zero_point')}")
+    order = _order(layer, k, size)
+    _check_zeros(layer, -(-n // (32 // bits)) if whole else -(-n * bits // 32), (n, groups))
 
     def build(read: Read) -> QTensor:
         packed, scale = read(names["weight_packed"]), read(names["weight_scale"]).reshape(n, groups).t()
-        zero = None
-        if has_zero:
-            zero = unpack_words(read(names["weight_zero_point"]), bits, n, dim=0, whole=whole)
-            zero = signed(zero, bits).t().contiguous()
+        points = read(names["weight_zero_point"]) if has_zero else None
+        if points is not None and points.dtype != torch.int8:
+            points = signed(unpack_words(points, bits, n, dim=0, whole=whole), bits)
+        zero = None if points is None else points.t().contiguous()
         if bits == 4 and order is None and k == 8 * words:
             data = packed.view(torch.uint8) ^ SIGN_OF_NIBBLES
             return QTensor(data, scale, zero, (n, k), format)
@@ -151,6 +167,26 @@ def _packed_int(layer: _Layer) -> _Planned:
     return (n, k), format, build, layer.dtype("weight_scale"), order is not None
 
 
+def _check_zeros(layer: _Layer, words: int, shape: tuple[int, int]) -> None:
+    """Raise `LayerRefused` unless zero points are packed along N, or in files of old versions whole, int8 (N, G)."""
+    if "weight_zero_point" not in layer.names:
+        return
+    found, whole = layer.shape("weight_zero_point"), layer.dtype("weight_zero_point") == torch.int8
+    if found != (shape if whole else (words, shape[1])):
+        raise LayerRefused(f"its zero points have shape {found}")
+
+
+def _order(layer: _Layer, k: int, size: int | None) -> Tensor | None:
+    """The order of columns according to ``weight_g_idx``, None if there is none."""
+    if "weight_g_idx" not in layer.names:
+        return None
+    if layer.shape("weight_g_idx") != (k,):
+        raise LayerRefused(f"its weight_g_idx has shape {layer.shape('weight_g_idx')}")
+    g_idx = layer.source.read(layer.names["weight_g_idx"])
+    # The tool marks columns that were never sorted by -1.
+    return None if bool((g_idx == -1).any()) else order_by_group(g_idx, size)
+
+
 def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
     """K according to ``weight_shape``, if the words can hold it, and whether no code crosses words.
 
@@ -164,10 +200,16 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
         raise LayerRefused(f"its weight_shape is {entry.dtype} of shape {entry.shape}")
     rows, k = (int(size) for size in layer.source.read(name))
     if rows == n and k > 0 and -(-k // (32 // bits)) == words:
-        return k, -(-k * bits // 32) != words
+        return k, -(-k * bits // 32) != words or _is_old(layer.source)
     if rows != n or not 0 < k <= most or -(-k * bits // 32) != words:
         raise LayerRefused(f"its weight_shape {(rows, k)} does not match weight_packed {(n, words)} with {bits} bits")
     return k, False
+
+
+def _is_old(source: Source) -> bool:
+    """Whether a version of the tool wrote the file that lets no code cross words; few numbers of columns need this."""
+    version = re.match(r"0\.(\d{1,4})(\D|$)", str(source.settings.get("version", "")))
+    return version is not None and int(version[1]) < 20
 
 
 def _groups(layer: _Layer, n: int) -> int:
@@ -189,11 +231,18 @@ def _whole_int(layer: _Layer) -> _Planned:
 
     def build(read: Read) -> QTensor:
         scale = read(names["weight_scale"]).reshape(-1, groups).expand(n, groups).t().contiguous()
-        points = read(names["weight_zero_point"]).to(torch.int8) if has_zero else None
+        points = _as_int8(read(names["weight_zero_point"])) if has_zero else None
         own = None if points is None else points.reshape(-1, groups).expand(n, groups).t().contiguous()
         return QTensor.from_codes(read(names["weight"]), scale, own, format)
 
     return (n, k), format, build, layer.dtype("weight_scale"), False
+
+
+def _as_int8(points: Tensor) -> Tensor:
+    found = points.to(torch.int8)
+    if not torch.equal(found.long(), points.long()):
+        raise FormatError("its zero points are outside the range of int8.")
+    return found
 
 
 def _whole_fp8(layer: _Layer) -> _Planned:

@@ -17,6 +17,8 @@ from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated
 from .fp8 import input_scale
 from .name_patterns import NamePattern
 
+_FUSED = ("weight_input", "weight_output")
+"""Where transforms are part of the stored weights."""
 _DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not support."
 
 
@@ -26,7 +28,7 @@ class Group:
 
     **Fields:** ``names``: of layers; ``classes``: of layers, by name; ``patterns``: regular expressions for names of
     layers, matched at the start; ``bits``, ``size`` (columns per scale, None for a row), ``block`` (rows and columns
-    per scale): of weights;
+    per scale), ``kind`` (``int``, ``float`` or empty), ``symmetric`` (whether there are no zero points): of weights;
     ``activations``: the settings of activations, None for float; ``format``: of the bytes, or empty.
     """
 
@@ -35,13 +37,20 @@ class Group:
     bits: int
     size: int | None
     block: tuple[int, int] | None
+    kind: str = ""
+    symmetric: bool = True
     activations: Mapping[str, Any] | None = None
     format: str = ""
     classes: frozenset[str] = field(default_factory=frozenset)
 
     def holds(self, layer: str) -> bool:
         """Whether the group's targets match a layer by its name, a pattern, or the class of linear layers."""
-        return layer in self.names or any(p.matches(layer) for p in self.patterns) or bool(self.classes)
+        if layer in self.names or self.classes:
+            return True
+        try:
+            return any(pattern.matches(layer) for pattern in self.patterns)
+        except ValueError as error:
+            raise LayerRefused(f"a target cannot be compared with its name: {error}") from None
 
 
 def groups_of(source: Source) -> list[Group]:
@@ -49,8 +58,13 @@ def groups_of(source: Source) -> list[Group]:
     groups = source.setting("config_groups", dict)
     if not groups:
         raise file_error(source.path, "its quantization_config has no config_groups.", _DAMAGED)
-    found = [_group(source, name, value) for name, value in groups.items()]
+    # Groups without weights quantize activations only, such as those of attention.
+    found = [_group(source, name, value) for name, value in groups.items() if _has_weights(value)]
     return sorted(found, key=lambda group: bool(group.classes))
+
+
+def _has_weights(group: Any) -> bool:
+    return not isinstance(group, dict) or "weights" not in group or group["weights"] is not None
 
 
 def _group(source: Source, name: str, value: Any) -> Group:
@@ -74,6 +88,8 @@ def _group(source: Source, name: str, value: Any) -> Group:
         bits,
         size,
         None if block is None else (block[0], block[1]),
+        str(weights.get("type") or ""),
+        weights.get("symmetric") is not False,
         activations if isinstance(activations, dict) else None,
         str(value.get("format") or ""),
         classes,
@@ -90,6 +106,20 @@ def _pattern(source: Source, text: str) -> NamePattern:
     except ValueError as error:
         what = f"its target {text[:60]!r} is not a supported regular expression: {error}."
         raise file_error(source.path, what, _DAMAGED) from None
+
+
+def check_transforms(source: Source) -> None:
+    """Raise `CheckpointError` for activations that the tool transforms at run time: weights alone are meaningless."""
+    groups = (source.setting("transform_config", dict) or {}).get("config_groups") or {}
+    for scheme in groups.values() if isinstance(groups, dict) else [groups]:
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for each in applied if isinstance(applied, list) else [applied]:
+            location = each.get("location") if isinstance(each, dict) else each
+            if location not in _FUSED:
+                what = (
+                    f"its transform_config has {quoted(location)} transforms at run time, which qcore does not support."
+                )
+                raise file_error(source.path, what, "Get a checkpoint whose transforms are fused into its weights.")
 
 
 def activation_of(source: Source, layer: str, group: Group, format: Format, plan: Plan) -> Scheme:

@@ -21,14 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import Format
+from ...formats import FLOAT_SCALES, Format
 from ...weights.activations import DynamicFP8, StaticFP8
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, Source, calibrated, plan_layers
+from .base import (
+    ForeignTensor,
+    ForeignWeight,
+    LayerRefused,
+    Plan,
+    Read,
+    Source,
+    calibrated,
+    check_dtypes,
+    plan_layers,
+)
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes in which files store scales that are powers of two."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""The ends of names of scales of key and value caches, which qcore does not quantize."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
@@ -46,8 +58,8 @@ class FP8:
         layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
         found.add(plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source))))
-        # The bound of fbgemm's activations, usually 1200, above which it clips.
-        found.dropped |= {name for name in source.entries if name.endswith(".input_scale_ub")}
+        # The bound of fbgemm's activations, usually 1200, above which it clips, and scales of key and value caches.
+        found.dropped |= {name for name in source.entries if name.endswith((".input_scale_ub", *CACHE_SCALES))}
         return found
 
 
@@ -137,7 +149,8 @@ def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
     """Expand scales per block of ``rows`` rows ``(blocks, G)``, per tensor or per row, to one per row and group."""
     own = scale.view(torch.uint8) if scale.dtype in E8M0 else scale
     table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], -1)
-    spread = table if rows == 1 else table.repeat_interleave(rows, dim=0)[:n]
+    each = min(rows, max(n, 1))  # the file may claim a larger one, which must not be allocated
+    spread = table if each == 1 else table.repeat_interleave(each, dim=0)[:n]
     return spread.expand(n, -1).t().contiguous()
 
 
@@ -146,4 +159,5 @@ def input_scale(source: Source, layer: str) -> ForeignTensor:
     name = f"{layer}.input_scale"
     if source.entries[name].shape not in ((), (1,)):
         raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore takes one scale per tensor")
+    check_dtypes(source, {"input_scale": name}, input_scale=FLOAT_SCALES)
     return calibrated(name, torch.float32, name)

@@ -19,7 +19,7 @@ from ...weights.schemes import Scheme
 from ..gguf_header import GGUFHeader, GGUFTensor
 from ..header import Entry, file_error
 from .base import ForeignTensor, ForeignWeight, LayerRefused, Plan, Read, plan_layers
-from .gguf_blocks import BLOCK_TYPES, BlockType
+from .gguf_blocks import READ_TYPES, BlockType
 
 PLAIN_TYPES = {0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 30: torch.bfloat16}
 """Types of tensors that are not quantized, by their numbers."""
@@ -72,7 +72,7 @@ def row_bytes(tensor: GGUFTensor, path: Path) -> int:
     plain = PLAIN_TYPES.get(tensor.kind)
     if plain is not None:
         return tensor.shape[-1] * plain.itemsize
-    block = BLOCK_TYPES.get(TYPE_NAMES.get(tensor.kind, ""))
+    block = READ_TYPES.get(TYPE_NAMES.get(tensor.kind, ""))
     if block is None:
         return 0
     if tensor.shape[-1] % block.columns:
@@ -185,9 +185,9 @@ class _Job:
 
     def _block(self, tensor: GGUFTensor) -> BlockType:
         kind = TYPE_NAMES.get(tensor.kind, f"number {tensor.kind}")
-        if kind not in BLOCK_TYPES:
-            raise LayerRefused(f"its type is {kind}; qcore reads {', '.join(BLOCK_TYPES)}")
-        return BLOCK_TYPES[kind]
+        if kind not in READ_TYPES:
+            raise LayerRefused(f"its type is {kind}; qcore reads {', '.join(READ_TYPES)}")
+        return READ_TYPES[kind]
 
     def _arrange(self, part: str, rows: int) -> Callable[[Tensor], Tensor]:
         """The function that permutes the rows of a tensor to transformers' order."""

@@ -37,10 +37,10 @@ class BlockType:
 
     def build(self, raw: Tensor) -> QTensor:
         """The weight (N, K) of raw blocks, uint8 (N, K / columns * nbytes)."""
-        blocks = raw.view(raw.shape[0], -1, self.nbytes)
+        blocks = raw.view(raw.shape[0], raw.shape[1] // self.nbytes, self.nbytes)
         codes, scale, zero = self.unpack(blocks)
-        codes = codes.reshape(raw.shape[0], -1)
-        shape = codes.shape[0], codes.shape[1]
+        shape = raw.shape[0], blocks.shape[1] * self.columns
+        codes = codes.reshape(shape)
         if not self.format.element.is_integer:
             data = pack_columns(codes)
         else:
@@ -141,6 +141,33 @@ def _mxfp4(b: Tensor) -> _Parts:
     return _nibbles(b[..., 1:]), b[..., :1], None
 
 
+def _iq4_nl(b: Tensor) -> _Parts:
+    return _IQ4[_nibbles(b[..., 2:]).int()], _half(b, 0), None
+
+
+def _iq4_xs(b: Tensor) -> _Parts:
+    low = _runs(b[..., 4:8], 4, 1) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    high = b[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+    scale = (low.flatten(-2) | high.flatten(-2) << 4).to(torch.int8) - 32
+    return _IQ4[_nibbles(_runs(b[..., 8:], 8, 16)).int()], _half(b, 0).float() * scale, None
+
+
+def _tq1_0(b: Tensor) -> _Parts:
+    # A byte is a fraction of 256 in base 3, with five digits: the next one is the integer part of three times it.
+    runs = ((b[..., :32], 5), (b[..., 32:48], 5), (b[..., 48:52], 4))
+    shifted = [(part[..., None, :] * _POWERS_OF_3[:digits]).flatten(-2) for part, digits in runs]
+    return (torch.cat(shifted, dim=-1).to(torch.int16) * 3 >> 8).to(torch.uint8) + 7, _half(b, 52), None
+
+
+def _tq2_0(b: Tensor) -> _Parts:
+    return _pairs(b[..., :64]) + 7, _half(b, 64), None
+
+
+_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
+"""The values of the codes of IQ4_NL and IQ4_XS."""
+_POWERS_OF_3 = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(-1)
+
+
 def _type(columns: int, nbytes: int, format: str, unpack: Callable[[Tensor], _Parts], half: bool = False) -> BlockType:
     return BlockType(columns, nbytes, Format.parse(format), torch.float16 if half else torch.float32, unpack)
 
@@ -159,3 +186,10 @@ BLOCK_TYPES = {
     "MXFP4": _type(32, 17, "fp4-g32-e8m0", _mxfp4),
 }
 """Block types by their names in GGUF."""
+READ_TYPES = BLOCK_TYPES | {
+    "IQ4_NL": _type(32, 18, "int8-g32", _iq4_nl, half=True),
+    "IQ4_XS": _type(256, 136, "int8-g32", _iq4_xs),
+    "TQ1_0": _type(256, 54, "int4-g256", _tq1_0, half=True),
+    "TQ2_0": _type(256, 66, "int4-g256", _tq2_0, half=True),
+}
+"""Those and the block types that qcore reads, but does not write."""

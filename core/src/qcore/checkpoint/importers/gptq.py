@@ -10,8 +10,10 @@ Version 1 stores z - 1, subtracted from whole words: a zero point of 0 borrows f
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,19 @@ from ...formats import ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import file_error
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, order_by_group, plan_layers
+from .base import (
+    INTEGERS,
+    ForeignWeight,
+    LayerRefused,
+    Plan,
+    Read,
+    Source,
+    check_dtypes,
+    group_size,
+    int_format,
+    order_by_group,
+    plan_layers,
+)
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 from .turning import turned, turned_by_order
 
@@ -56,19 +70,24 @@ def packing_format(source: Source) -> str:
 
 @dataclass(frozen=True)
 class _Settings:
-    """``bits``, ``group_size``: of layers without settings of their own; ``version``: of zero points, 1 or 2."""
+    """``bits``, ``group_size``: of layers without settings of their own; ``version``: of zero points, 1 or 2.
+
+    ``symmetric``: most layers are; ``mixed``: some layers are not, according to settings of their own.
+    """
 
     bits: int
     group_size: int
     version: int
     symmetric: bool
     by_gptqmodel: bool
+    mixed: bool
 
     @classmethod
     def of(cls, source: Source) -> _Settings:
         settings = source.settings or source.json("quantize_config.json")
         known = Source(source.path, source.config, settings, {}, {}, source.read)
         layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+        layout = "marlin" if settings.get("is_marlin_format") is True else layout  # AutoGPTQ before 0.7
         if any(layout.startswith(other) for other in _OTHER_LAYOUTS):
             raise file_error(
                 source.path,
@@ -84,7 +103,15 @@ class _Settings:
             2 if layout == "gptq_v2" or own else 1,
             known.setting("sym", bool, False) is True,
             by_gptqmodel,
+            any(layer.get("sym") is False for layer in _layer_settings(known)),
         )
+
+
+def _layer_settings(source: Source) -> Iterator[dict[str, Any]]:
+    """Settings of single layers by name or pattern: gptqmodel's ``dynamic``, auto-round's ``extra_config``."""
+    for name in ("dynamic", "extra_config"):
+        layers = source.settings.get(name)
+        yield from (one for one in (layers.values() if isinstance(layers, dict) else ()) if isinstance(one, dict))
 
 
 def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> None:
@@ -95,13 +122,16 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
     shapes = {part: source.entries[name].shape for part, name in names.items()}
     if any(len(shape) != (1 if part == "g_idx" else 2) for part, shape in shapes.items()):
         raise LayerRefused(f"its tensors have shapes {shapes}")
-    words, n = shapes["qweight"]
-    groups = shapes["scales"][0]
-    bits, k = _bits_and_columns(settings.bits, words, shapes.get("g_idx"))
+    check_dtypes(source, names, qweight=(torch.int32,), qzeros=(torch.int32,), g_idx=INTEGERS)
+    n, groups = shapes["qweight"][1], shapes["scales"][0]
+    bits, k = _bits_and_columns(settings.bits, shapes)
     if shapes["scales"][1] != n or shapes["qzeros"] != (groups, -(-n * bits // 32)) or not groups:
         raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
-    size = group_size(k, groups, settings.group_size)
-    order = order_by_group(source.read(names["g_idx"]), size) if "g_idx" in names else None
+    g_idx = source.read(names["g_idx"]) if shapes.get("g_idx") == (k,) else None
+    # The first group is a full one, whatever the settings say: layers may have settings of their own.
+    wanted = 0 if g_idx is None else int((g_idx == 0).sum())
+    size = group_size(k, groups, wanted or settings.group_size)
+    order = None if g_idx is None else order_by_group(g_idx, size)
     zeros = _zeros(source.read(names["qzeros"]), bits, n, settings)
     centre = 1 << (bits - 1)
     zero = None if bool((zeros == centre).all()) else signed(zeros.contiguous(), bits).contiguous()
@@ -117,16 +147,23 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
     )
 
 
-def _bits_and_columns(bits: int, words: int, g_idx: tuple[int, ...] | None) -> tuple[int, int]:
-    """Bits and K of a layer: ``g_idx`` has one entry per column, which reveals the bits if a layer differs."""
-    if g_idx is not None and g_idx[0]:
-        found = next((b for b in _BITS if -(-g_idx[0] * b // 32) == words), None)
-        if found is None:
-            raise LayerRefused(f"{32 * words / g_idx[0]:.3g} bits per weight; qcore reads 2, 3, 4 and 8")
-        return found, g_idx[0]
-    if bits not in _BITS:
-        raise LayerRefused(f"{bits} bits per weight; qcore reads 2, 3, 4 and 8")
-    return bits, words * 32 // bits
+def _bits_and_columns(bits: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Bits and K of a layer, which may differ from ``bits``, those of the settings.
+
+    ``g_idx`` has one entry per column; without it, ``qzeros`` reveals the bits, and whole words are assumed.
+    """
+    words, n = shapes["qweight"]
+    known = (bits, *(b for b in _BITS if b != bits)) if bits in _BITS else _BITS
+    k = shapes.get("g_idx", (0,))[0]
+    if k:
+        found = next((b for b in known if -(-k * b // 32) == words), None)
+        each = 32 * words / k
+    else:
+        found = next((b for b in known if -(-n * b // 32) == shapes["qzeros"][1]), None)
+        each = 32 * shapes["qzeros"][1] / max(n, 1)
+    if found is None:
+        raise LayerRefused(f"{each:.3g} bits per weight; qcore reads 2, 3, 4 and 8")
+    return found, k or words * 32 // found
 
 
 def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
@@ -142,9 +179,10 @@ def _zeros(packed: Tensor, bits: int, n: int, settings: _Settings) -> Tensor:
     by_field = (plain + 1) & (2 * centre - 1) if bits == 3 else by_word
     if settings.symmetric:
         found = next((z for z in (by_word, by_field, plain) if bool((z == centre).all())), None)
-        if found is None:
+        if found is not None:
+            return found
+        if not settings.mixed:
             raise LayerRefused("its settings say symmetric, but its zero points differ from the centre of the codes")
-        return found
     return plain if settings.version == 2 else by_word if settings.by_gptqmodel else by_field
 
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...formats import ZeroPoint
+from ...formats import FLOAT_SCALES, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import Entry
@@ -82,11 +82,12 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
 def _check(entries: dict[str, Entry], groups: int, words: int, word: torch.dtype) -> None:
     """Raise `LayerRefused` for tensors that do not match these numbers of groups and words."""
     packed, scale, zero = (entries[part] for part in ("W_q", "scale", "zero"))
-    if packed.dtype != word and not packed.dtype.is_floating_point:
+    floats = (*FLOAT_SCALES, torch.float64)
+    if packed.dtype not in (word, *floats):
         raise LayerRefused(f"its W_q is {packed.dtype}; it must be {word} for its number of bits")
     if packed.nbytes != words * word.itemsize:
         raise LayerRefused(f"its W_q has {packed.nbytes} bytes; its shape needs {words * word.itemsize}")
-    if math.prod(zero.shape) != groups or not (zero.dtype.is_floating_point and scale.dtype.is_floating_point):
+    if math.prod(zero.shape) != groups or zero.dtype not in floats or scale.dtype not in floats:
         raise LayerRefused(f"its scales are {scale.dtype} {scale.shape} and its zeros {zero.dtype} {zero.shape}")
 
 

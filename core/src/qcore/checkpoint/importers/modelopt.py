@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from ...formats import Format
+from ...formats import FLOAT_SCALES, Format
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, plan_layers
-from .fp8 import plan_fp8
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
+from .fp8 import CACHE_SCALES, plan_fp8
 
 _FORMAT = "fp4-g16-e4m3"
 _GROUP = 16
@@ -39,8 +39,7 @@ class ModelOpt:
     def plan(self, source: Source) -> Plan:
         """Every layer with ``weight_scale``."""
         plan = plan_layers(source.layers("weight_scale", "weight"), partial(_plan_layer, source))
-        # Scales of key and value caches, which qcore does not quantize.
-        plan.dropped |= {name for name in source.entries if name.endswith((".k_scale", ".v_scale"))}
+        plan.dropped |= {name for name in source.entries if name.endswith(CACHE_SCALES)}
         return plan
 
 
@@ -66,6 +65,7 @@ def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
     n, k = weight.shape[0], 2 * weight.shape[1]
     if scale.shape != (n, -(-k // _GROUP)) or scale.dtype != torch.float8_e4m3fn or factor.shape not in ((), (1,)):
         raise LayerRefused(f"its scales have shapes {scale.shape} and {factor.shape}, {scale.dtype}")
+    check_dtypes(source, names, weight_scale_2=FLOAT_SCALES)
     format = Format.parse(_FORMAT)
 
     def build(read: Read) -> QTensor:

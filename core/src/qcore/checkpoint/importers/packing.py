@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...formats.bits import pack_columns, pack_nibbles
+from ...weights.qtensor import contiguous
 
 SIGN_OF_NIBBLES = 0x88
 """Flips the highest bit of both nibbles of a byte: offset-binary codes to two's complement."""
@@ -17,8 +18,7 @@ def unpack_words(words: Tensor, bits: int, count: int, dim: int, *, whole: bool 
     ``words``: 2-D, packed along ``dim``; ``count``: number of codes along ``dim`` to keep; ``whole``: no code crosses
     words, so that 3, 5, 6 and 7 bits leave the highest bits of a word empty.
     """
-    rows = words if dim == 1 else words.t()
-    rows = rows.contiguous()
+    rows = contiguous(words if dim == 1 else words.t())
     if bits == 8:
         codes = rows.view(torch.uint8)
     elif whole or bits in (2, 4):

@@ -21,14 +21,25 @@ import torch
 from torch import Tensor
 
 from ...errors import quoted
-from ...formats import ZeroPoint
+from ...formats import FLOAT_SCALES, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, int_format, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, int_format, plan_layers
 from .packing import plain_int4
 
 _PACKED, _WHOLE = ".weight._data._data", ".weight._data"
 _BITS = {"qint4": 4, "qint2": 2}
+_INPUTS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "hidden_size"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "lm_head"), "hidden_size"),
+    "down_proj": "intermediate_size",
+}
+"""The setting of transformers' configurations that is K of layers with these names."""
+_WHOLE_TYPES = {
+    "qint8": torch.int8,
+    **dict.fromkeys(("qfloat8", "qfloat8_e4m3fn"), torch.float8_e4m3fn),
+    "qfloat8_e5m2": torch.float8_e5m2,
+}
 _WHOLE_SCHEMES = {torch.int8: "w8a16", torch.float8_e4m3fn: "wfp8a16", torch.float8_e5m2: "wfp8_e5m2a16"}
 
 
@@ -80,6 +91,9 @@ def _plan_layer(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan)
     n, k = data.shape
     if scales.shape not in ((n, 1), (1,), ()):
         raise LayerRefused(f"its scales have shape {scales.shape}")
+    kind = _element(source, qmap, layer, "weights")
+    if kind and _WHOLE_TYPES.get(kind) is not data.dtype:
+        raise LayerRefused(f"its weights are {quoted(kind)} according to its settings, but {data.dtype} in its file")
     scheme = Scheme.parse(_WHOLE_SCHEMES[data.dtype])
 
     def build(read: Read) -> QTensor:
@@ -99,6 +113,7 @@ def _plan_packed(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan
     bits = _BITS.get(kind, 0)
     if not bits or data.dtype != torch.uint8 or len(data.shape) != 2 or not scale.shape:
         raise LayerRefused(f"its weights are {quoted(kind)}, {data.dtype} of shape {data.shape}")
+    check_dtypes(source, {"scale": names[1], "shift": names[2]}, scale=FLOAT_SCALES, shift=FLOAT_SCALES)
     groups, group = scale.shape[0], data.shape[1]
     shape = _shape(source, layer, groups * group)
     if scale.shape != (groups, 1) or shift.shape != scale.shape or data.shape[0] != -(-groups * bits // 8):
@@ -124,10 +139,8 @@ def _shape(source: Source, layer: str, count: int) -> tuple[int, int]:
     if bias is not None and len(bias.shape) == 1 and bias.shape[0] and count % bias.shape[0] == 0:
         return bias.shape[0], count // bias.shape[0]
     config, last = source.config, layer.rpartition(".")[2]
-    hidden, inner, heads, size = (
-        config.get(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
-    )
-    k = inner if last == "down_proj" else hidden
+    heads, size = (config.get(name) for name in ("num_attention_heads", "head_dim"))
+    k = config.get(_INPUTS.get(last, ""))
     if last == "o_proj" and type(heads) is int and type(size) is int:
         k = heads * size
     if type(k) is not int or k < 1 or count % k:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...discovery.registry import registry
 from ...errors import CheckpointError, QcoreError, message_of, quoted
-from ..header import file_error
+from ..header import DOWNLOAD_AGAIN, file_error
 from . import BUILTIN
 from .base import Importer, Plan, Source
 
@@ -17,21 +17,20 @@ _MOST = 100
 
 def plan_import(source: Source) -> tuple[str, Plan] | None:
     """The importer's name and its plan; None for a checkpoint that no importer recognizes. Raises `CheckpointError`."""
-    for importer in BUILTIN:
-        if importer.recognizes(source):
-            return importer.name, importer.plan(source)
-    plans = (_plan_of(plugin, importer, source) for plugin, importer in _of_plugins())
+    every = itertools.chain((("", importer) for importer in BUILTIN), _of_plugins())
+    plans = (_plan_of(plugin, importer, source) for plugin, importer in every)
     return next((plan for plan in plans if plan is not None), None)
 
 
 def _plan_of(plugin: str, importer: Importer, source: Source) -> tuple[str, Plan] | None:
     try:
         return (importer.name, _checked(importer.plan(source), plugin, source)) if importer.recognizes(source) else None
-    except QcoreError:
+    except (QcoreError, MemoryError):
         raise
     except Exception as error:
-        what = f"importer {quoted(importer.name)} of plugin {plugin!r} raised {type(error).__name__}: "
-        remedy = f"Report it to the plugin, or disable it: QCORE_DISABLE={plugin}."
+        owner = f" of plugin {plugin!r}" if plugin else ""
+        what = f"importer {quoted(importer.name)}{owner} raised {type(error).__name__}: "
+        remedy = f"Report it to the plugin, or disable it: QCORE_DISABLE={plugin}." if plugin else DOWNLOAD_AGAIN
         raise file_error(source.path, f"{what}{message_of(error)}", remedy) from error
 
 

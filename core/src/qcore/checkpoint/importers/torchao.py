@@ -94,6 +94,10 @@ def _plan_weight(source: Source, name: str, plan: Plan) -> None:
     names = {part: f"{start}{part}" for part in _PARTS if f"{start}{part}" in source.entries}
     if not isinstance(data, dict) or "scale" not in names:
         raise LayerRefused("its metadata or its scale is missing")
+    listed = described.get("_tensor_data_names")
+    lost = [part for part in listed if f"{start}{part}" not in source.entries] if isinstance(listed, list) else []
+    if lost:
+        raise LayerRefused(f"its tensor {quoted(lost[0])} is missing")
     if "act_pre_scale" in names:
         raise LayerRefused("its inputs are scaled before the product (act_pre_scale), which qcore does not support")
     if len(source.entries[names["qdata"]].shape) != 2:
@@ -174,8 +178,8 @@ def _plan_int4(source: Source, name: str, names: dict[str, str], data: dict[str,
     zero = names.get("zero_point")
     if codes.dtype != torch.int8 or scale.shape != (groups, n) or not groups:
         raise LayerRefused(f"its tensors are {codes.dtype} {codes.shape} and {scale.shape}: not the layout PLAIN")
-    if zero is not None and source.entries[zero].shape != scale.shape:
-        raise LayerRefused(f"its zero points have shape {source.entries[zero].shape}")
+    if zero is not None and (source.entries[zero].shape, source.entries[zero].dtype) != (scale.shape, scale.dtype):
+        raise LayerRefused(f"its zero points are {source.entries[zero].dtype} of shape {source.entries[zero].shape}")
     moved = None if zero is None or not bool(source.read(zero).any()) else zero
     format = int_format(4, _group(data, k, groups), ZeroPoint.NONE if moved is None else ZeroPoint.FLOAT)
 
@@ -197,6 +201,8 @@ def _columns(scale: tuple[int, ...], n: int) -> int:
 def _group(data: dict[str, Any], k: int, groups: int) -> int | None:
     block = data.get("block_size")
     wanted = block[-1] if isinstance(block, list) and block and type(block[-1]) is int else None
+    if wanted is not None and (wanted < 1 or -(-k // wanted) != groups):
+        raise LayerRefused(f"its {k} columns in blocks of {wanted} do not have {groups} scales per row")
     return group_size(k, groups, wanted)
 
 
