@@ -11,6 +11,7 @@ import pytest
 import torch
 from contract_problems import one_thread  # noqa: F401
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from vulkan_problems import assert_right, bring, drawn, place, run_conv2d, run_linear, vulkan  # noqa: F401
 
 import qcore
@@ -348,3 +349,12 @@ def test_compiled_models_ask_for_the_bits_they_have(vulkan, monkeypatch, dtype):
         assert (found.double() - expected.double()).norm() <= 1e-2 * expected.double().norm()
         assert {problem.coarse for problem in asked} == {dtype != torch.float32}
         asked.clear()
+
+
+def test_a_device_is_asked_while_torch_traces(vulkan, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(fragments, "_known", {})
+    with FakeTensorMode():
+        found = fragments.known(vulkan)
+    assert fragments.known(vulkan) is found
+    monkeypatch.setattr(fragments, "_known", {})
+    assert fragments.known(vulkan) is found

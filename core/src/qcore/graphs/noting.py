@@ -91,7 +91,8 @@ def _of_frame(frame: FrameType) -> tuple[str, Sequence[Write]]:
         if str(step.argval).startswith("__resume_at"):
             return "torch runs code after the graph", ()
         by_function = by_function or step.argval == _SETTER
-        if step.opname == "STORE_ATTR" or (by_function and step.opname == "LOAD_CONST" and isinstance(step.argval, str)):
+        given = by_function and step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+        if given or step.opname == "STORE_ATTR":
             names.append(step.argval)
     owners = _owners(frame)
     return "", [Write(name, [(one, vars(one)[name]) for one in owners if name in vars(one)]) for name in names]

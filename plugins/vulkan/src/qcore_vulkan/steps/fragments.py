@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from ..builder import Builder, Place
 from ..device import Device
@@ -19,15 +20,16 @@ _LANES, _ELEMENTS, _OF_LANE = 32, 16, 8
 _known: weakref.WeakKeyDictionary[Device, bool] = weakref.WeakKeyDictionary()
 
 
-def _places() -> Tensor:
-    lane, e = torch.arange(_LANES).unsqueeze(1), torch.arange(_OF_LANE)
+def _places() -> NDArray[np.int32]:
+    lane, e = np.arange(_LANES, dtype=np.int32)[:, None], np.arange(_OF_LANE, dtype=np.int32)
     row = lane // 4 + 8 * (e // 4)
     column = lane % 4 * 2 + e % 2 + 8 * (e // 2 % 2)
-    return torch.nn.functional.pad(row * 16 + column, (0, _ELEMENTS - _OF_LANE), value=-1).to(torch.int32)
+    one = np.pad(row * 16 + column, ((0, 0), (0, _ELEMENTS - _OF_LANE)), constant_values=-1)
+    return np.stack([one] * 3)
 
 
-PLACES = _places().expand(3, -1, -1)
-"""[3, 32, 16], int32: what coop_layout finds where `coop_fragments` runs, of the matrices A, B (transposed) and C.
+PLACES = _places()
+"""[3, 32, 16]: what coop_layout finds where `coop_fragments` runs, of the matrices A, B (transposed) and C.
 
 Lane 4 g + q holds columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of row g, and then those of row g + 8.
 """
@@ -37,19 +39,21 @@ def known(device: Device) -> bool:
     """Whether this device's matrices have these places; asked once, on the device."""
     found = _known.get(device)
     if found is None:
-        found = _known[device] = device.description.subgroup.control and torch.equal(_found(device), PLACES)
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # kernels are selected while torch traces with tensors without values, too
+            found = _known[device] = device.description.subgroup.control and _has_places(device)
     return found
 
 
-def _found(device: Device) -> Tensor:
-    """What coop_layout finds; empty if the device cannot run it."""
-    b, places = Builder(device), torch.zeros(PLACES.shape, dtype=torch.int32)
+def _has_places(device: Device) -> bool:
+    b, places = Builder(device), torch.zeros((1, PLACES.size), dtype=torch.int32)
     ref = b.scratch(places.nbytes)
     try:
         b.dispatch("coop_layout", (), (1, 1, 1), [], [ref], subgroup=_LANES)
     except Unsupported:
-        return torch.empty(0, dtype=torch.int32)
+        return False
     result = b.output(places.nbytes)
     b.copy(ref, result)
-    b.program([], [Place(result, 1, places.nbytes, places.nbytes)]).run([], [places.view(1, -1)])
-    return places
+    b.program([], [Place(result, 1, places.nbytes, places.nbytes)]).run([], [places])
+    return np.array_equal(places.numpy(), PLACES.reshape(1, -1))
