@@ -32,7 +32,6 @@ from qcore_vulkan.builder import Builder, Place, Program, Ref
 from qcore_vulkan.device import Buffer, Device
 from qcore_vulkan.layout import DeviceWeight, upload
 from qcore_vulkan.steps import Rows, selection
-from qcore_vulkan.steps.prepare import is_asymmetric
 from qcore_vulkan.steps.product import GemmProblem, tile
 
 DTYPE = torch.bfloat16
@@ -180,10 +179,8 @@ class Only(Builder):
 
 def _row(device: Device, clock: Clock, cell: Cell, weights: Weights) -> list[str]:
     scheme, geometry = Scheme.parse(cell.scheme), weights.copies[0].geometry
-    op: Any = "gemm_float" if scheme.activation is None else "gemm_int"
-    asymmetric = scheme.activation is not None and is_asymmetric(scheme.activation)
-    problem = GemmProblem(op, cell.m, geometry, cell.dtype, cell.dtype, asymmetric)
-    kernel: Any = tile(device, op, cell.m, geometry, 1)
+    problem = GemmProblem.of(scheme.activation, cell.m, geometry, (cell.dtype, cell.dtype))
+    kernel: Any = tile(device, problem.op, cell.m, geometry, 1)
     if device.profile == "gpu":
         kernel = selection.choose(device, problem) if cell.units == "any" else _poorer(device, problem, cell.units)
         selection.prefer(device, problem, kernel)
@@ -277,7 +274,12 @@ def _cells(
     cell: Cell, kernel: Any, nbytes: int, rates: dict[str, float], alone: float, whole: float, error: float
 ) -> list[str]:
     tera = 2e-6 * cell.m * cell.k * cell.n
-    unit = {"coop_f16": "matrix f16", "coop_int8": "matrix int8", "gemm_int_shared_dot": "dot"}
+    unit = {
+        "coop_f16": "matrix f16",
+        "coop_fragments": "matrix f16",
+        "coop_int8": "matrix int8",
+        "gemm_int_shared_dot": "dot",
+    }
     peak = rates.get(unit.get(kernel.variant, "float32" if "float" in kernel.variant else ""), float("inf"))
     work = tera * getattr(kernel, "terms", 1)
     roof = f"{max(nbytes * 1e-6 / rates['read'], work / peak) / alone:.0%}" if rates else "-"
