@@ -270,6 +270,14 @@ def _error(cell: Cell, weights: Weights, x: torch.Tensor, y: torch.Tensor) -> fl
     return LINEAR.judge(problem, y[:m, :n].contiguous()).worst
 
 
+_UNIT = {
+    "coop_f16": "matrix f16",
+    "coop_fragments": "matrix f16",
+    "coop_int8": "matrix int8",
+    "gemm_int_shared_dot": "dot",
+}
+
+
 def _cells(
     cell: Cell, kernel: Any, nbytes: int, rates: dict[str, float], alone: float, whole: float, error: float
 ) -> list[str]:

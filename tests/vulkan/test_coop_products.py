@@ -37,10 +37,10 @@ def only(monkeypatch, device, make) -> None:
     monkeypatch.setattr(selection, "choose", lambda _device, problem: make(problem))
 
 
-def kernel(device, matrix, x_dtype, kb=1, splits=1, buffers=1) -> CoopF16:
+def kernel(device, matrix, x_dtype, kb=1, splits=1) -> CoopF16:
     """Two by two subgroups of two by two matrices each."""
     m, n, _ = matrix
-    shape = TileShape(4 * m, 4 * n, 2 * m, 2 * n, kb, buffers)
+    shape = TileShape(4 * m, 4 * n, 2 * m, 2 * n, kb)
     terms = TERMS if x_dtype == torch.float32 else 1
     return CoopF16(shape, matrix, device.description.subgroup.size, splits, terms)
 
@@ -91,7 +91,7 @@ def test_tiles_that_are_selected_are_right(vulkan, monkeypatch, known, dtype, si
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa: F811
     for (m, n, k), kb, splits in zip(SIZES, (1, 2, 1), (1, 1, 3), strict=True):
-        only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: kernel(vulkan, matrix, p.x_dtype, kb, s, kb))
+        only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: kernel(vulkan, matrix, p.x_dtype, kb, s))
         assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
 
 

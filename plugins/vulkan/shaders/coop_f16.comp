@@ -36,9 +36,8 @@ layout(constant_id = 8) const uint GROUPED = 1u;
 layout(constant_id = 9) const uint TM = 16u;    // shape of a cooperative matrix
 layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 16u;
-layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
-layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
-layout(constant_id = 14) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
+layout(constant_id = 12) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(constant_id = 13) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -64,11 +63,11 @@ layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G
 
 #include "plain_rows.glsl"
 
-const uint A_TILE = BUFFERS * AM * ROW;
+const uint A_TILE = AM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
-shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
-shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
+shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [row]; after the last step results
+shared uvec4 b_tile[BN * ROW];                             // [column of the result]
 shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
@@ -103,18 +102,18 @@ void load_tiles(uint row0, uint col0, uint step) {
 }
 
 // Registers to shared memory: codes less their zero point as float16.
-void store_tiles(uint buffer_) {
+void store_tiles() {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
         if (AM * KB * 4u % LANES == 0u || t < AM * KB * 4u)
-            a_tile[buffer_ * AM * ROW + t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
+            a_tile[t / (KB * 4u) * ROW + t % (KB * 4u)] = a_next[i];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
         uint row, block, half_;
         b_place(t, row, block, half_);
         float16_t z = ZERO == 1u ? float16_t(zero_next[i]) : float16_t(BITS == 4u ? 8.0 : 0.0);
-        uint at = buffer_ * BN * ROW + row * ROW + block * 4u;
+        uint at = row * ROW + block * 4u;
         if (BN * KB * 2u * P % LANES == 0u || t < BN * KB * 2u * P) {
             if (BITS == 4u) {
                 b_tile[at + half_ * 2u] = halves_of_4(b_next[i].x, z);
@@ -197,7 +196,7 @@ void main() {
     // 2. The first tiles and scales; nothing overlaps with them.
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
-    store_tiles(start % BUFFERS);
+    store_tiles();
     if (GROUPED != 0u) store_scales(col0, group);
     barrier();
     // Steps until sums are added to the total: those of a group, or of 256 columns.
@@ -205,14 +204,13 @@ void main() {
     uint left = fold;
     for (uint step = start; step < steps; ++step) {
         // 3. Begin to load the next step's tiles: they are in flight to registers during the products of this one.
-        uint now = step % BUFFERS;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
             // 4. Products of this step, from shared memory. B stays in registers for all rows of the subgroup's tile, A
             //    passes matrix by matrix. A row of b_tile is a column of B: column major.
             coopmat<float16_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
+                coopMatLoad(b[j], b_tile, (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
                             gl_CooperativeMatrixLayoutColumnMajor);
             [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
                 if (term > 0u) {
@@ -220,7 +218,7 @@ void main() {
                 }
                 [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
                     coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
-                    coopMatLoad(a, a_tile, (now * AM + term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
+                    coopMatLoad(a, a_tile, (term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
                                 gl_CooperativeMatrixLayoutRowMajor);
                     [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                         sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
@@ -245,11 +243,10 @@ void main() {
             ++group;
             if (GROUPED != 0u && step + 1u < steps) store_scales(col0, group);
         }
-        // 6. Only now use the registers that step 3 loads: this is where the loads are waited for. With two buffers the
-        //    next tile goes where the step before has read, and the barrier at that step's end has let everybody
-        //    finish. With one buffer everybody must have finished this step.
-        if (BUFFERS == 1u) barrier();
-        if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
+        // 6. Everybody has finished this step. Only now use the registers that step 3 loads: this is where the loads
+        //    are waited for.
+        barrier();
+        if (step + 1u < steps) store_tiles();
         barrier();
     }
     // 7. Whether there are plain rows, in the memory of b_tile, which the last barrier has freed.

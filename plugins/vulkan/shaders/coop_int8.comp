@@ -4,10 +4,11 @@
 // tiles of columns, z parts of K, which gemm_join adds up.
 //
 // Memory: each step loads KB blocks of both operands from global memory to registers and writes them to shared memory,
-// where int4 codes arrive as bytes less their zero point. Matrices are loaded from there.
+// where int4 codes arrive as bytes less their zero point. Matrices are loaded from there. A step has no branches: the
+// last loads its own tiles again.
 //
 // Exactness: sums are int32 over a group (or all of K if a row has one scale), which `layout.LONGEST` keeps short
-// enough; each group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code less an
+// enough; each step of a group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code less an
 // integer zero point does not fit a byte: gemm_int_shared computes those.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -32,8 +33,7 @@ layout(constant_id = 8) const uint GROUPED = 1u;
 layout(constant_id = 9) const uint TM = 16u;    // shape of a cooperative matrix
 layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 32u;
-layout(constant_id = 12) const uint BUFFERS = 2u;  // of tiles in shared memory
-layout(constant_id = 13) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(constant_id = 12) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -41,6 +41,7 @@ const uint ROW = KB * 2u + 1u;  // uvec4 from one row of a tile to the next: 16 
 const uint A_LOADS = (BM * KB * 2u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * P + LANES - 1u) / LANES;  // of uvec4: 32 or 16 codes
 const uint SC = BN + 4u;
+const uint SCALE_LOADS = (BN + LANES - 1u) / LANES;
 
 layout(push_constant) uniform Push {
     uint m, n, np, blocks, group_blocks;
@@ -57,16 +58,18 @@ layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };   // sc
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer RowSum { float row_sum[]; };  // [NP] of the dequantized weight
 
-const uint A_TILE = BUFFERS * BM * ROW;
+const uint A_TILE = BM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
-shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [buffer][row]; after the last step results
-shared uvec4 b_tile[BUFFERS * BN * ROW];                   // [buffer][column of the result]
-shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
+shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [row]; after the last step results
+shared uvec4 b_tile[BN * ROW];                             // [column of the result]
+shared float scale_tile[GROUPED * REPEAT * SC + 1u];       // of the step
 
 uvec4 a_next[A_LOADS];
 uvec4 b_next[B_LOADS];
 uint zero_next[B_LOADS];
+float scale_next[SCALE_LOADS];
+uint a_at[A_LOADS], b_at[B_LOADS], zero_at[B_LOADS];
 
 // Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row), the row innermost, so that
 // lanes read contiguous vectors.
@@ -76,20 +79,33 @@ void b_place(uint i, out uint row, out uint block, out uint part) {
     block = i / (8u * P) % KB;
 }
 
-// Global memory to registers. Rows and columns beyond the last read the last again; their results are not written.
-void load_tiles(uint row0, uint col0, uint step) {
+// Where this lane's parts of both operands begin. Rows and columns beyond the last read the last again; their results
+// are not written.
+void place(uint row0, uint col0) {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        uint row = min(row0 + t / (KB * 2u), m - 1u);
-        a_next[i] = x[row * blocks * 2u + step * KB * 2u + t % (KB * 2u)];
+        a_at[i] = min(row0 + t / (KB * 2u), m - 1u) * blocks * 2u + t % (KB * 2u);
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint row, block, part;
         b_place(gl_LocalInvocationIndex + i * LANES, row, block, part);
         uint n_ = min(col0 + row, np - 1u);
-        b_next[i] = w[((n_ >> 3) * blocks + step * KB + block) * P * 8u + part * 8u + (n_ & 7u)];
-        if (ZERO == 1u) zero_next[i] = zero[step * KB / group_blocks * np + n_];
+        b_at[i] = ((n_ >> 3) * blocks + block) * P * 8u + part * 8u + (n_ & 7u);
+        zero_at[i] = n_;
     }
+}
+
+// Global memory to registers.
+void load_tiles(uint col0, uint step) {
+    uint parameters = step * KB / group_blocks * np;
+    [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) a_next[i] = x[a_at[i] + step * KB * 2u];
+    [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
+        b_next[i] = w[b_at[i] + step * KB * P * 8u];
+        if (ZERO == 1u) zero_next[i] = zero[parameters + zero_at[i]];
+    }
+    if (GROUPED == 0u) return;
+    [[unroll]] for (uint i = 0u; i < SCALE_LOADS; ++i)
+        scale_next[i] = scale[parameters + min(col0 + gl_LocalInvocationIndex + i * LANES, np - 1u)];
 }
 
 // Bytes 0..15 less z (0..15) as signed bytes; with 0x80 in each, no byte borrows from the next.
@@ -98,18 +114,17 @@ uvec4 less4(uvec4 v, uint z) {
 }
 
 // Registers to shared memory. An int4 vector becomes two of bytes, in the order of k and less its zero point.
-void store_tiles(uint buffer_) {
+void store_tiles() {
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
-        if (BM * KB * 2u % LANES == 0u || t < BM * KB * 2u)
-            a_tile[buffer_ * BM * ROW + t / (KB * 2u) * ROW + t % (KB * 2u)] = a_next[i];
+        if (BM * KB * 2u % LANES == 0u || t < BM * KB * 2u) a_tile[t / (KB * 2u) * ROW + t % (KB * 2u)] = a_next[i];
     }
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
         uint row, block, part;
         b_place(t, row, block, part);
         uint z = ZERO == 1u ? zero_next[i] : 8u;
-        uint at = buffer_ * BN * ROW + row * ROW + block * 2u;
+        uint at = row * ROW + block * 2u;
         if (BN * KB * P % LANES == 0u || t < BN * KB * P) {
             if (BITS == 4u) {
                 uvec4 low = b_next[i] & 0x0F0F0F0Fu;
@@ -121,13 +136,12 @@ void store_tiles(uint buffer_) {
             }
         }
     }
-}
-
-// The scales of a group for the workgroup's columns, into the half of scale_tile that the group before does not use.
-void store_scales(uint col0, uint group) {
-    [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
-        float s = scale[group * np + min(col0 + t, np - 1u)];
-        [[unroll]] for (uint r = 0u; r < REPEAT; ++r) scale_tile[(group & 1u) * REPEAT * SC + r * SC + t] = s;
+    if (GROUPED == 0u) return;
+    [[unroll]] for (uint i = 0u; i < SCALE_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        [[unroll]] for (uint r = 0u; r < REPEAT; ++r) {
+            if (t < BN) scale_tile[r * SC + t] = scale_next[i];
+        }
     }
 }
 
@@ -198,53 +212,45 @@ void main() {
         sum[i] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
     }
     // 2. The first tiles and scales; nothing overlaps with them.
-    uint group = start * KB / group_blocks;
-    load_tiles(row0, col0, start);
-    store_tiles(start % BUFFERS);
-    if (GROUPED != 0u) store_scales(col0, group);
+    place(row0, col0);
+    load_tiles(col0, start);
+    store_tiles();
     barrier();
-    uint left = group_blocks / KB;
     for (uint step = start; step < steps; ++step) {
         // 3. Begin to load the next step's tiles: they are in flight to registers during the products of this one.
-        uint now = step % BUFFERS;
-        if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
+        load_tiles(col0, min(step + 1u, steps - 1u));
         [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
             // 4. Products of this step, from shared memory. B stays in registers for all rows of the subgroup's tile, A
             //    passes matrix by matrix. A row of b_tile is a column of B: column major.
             coopmat<int8_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                coopMatLoad(b[j], b_tile, now * BN * ROW + (sub_n + j * TN) * ROW + kk * TK / 16u, ROW,
+                coopMatLoad(b[j], b_tile, (sub_n + j * TN) * ROW + kk * TK / 16u, ROW,
                             gl_CooperativeMatrixLayoutColumnMajor);
             [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
                 coopmat<int8_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
-                coopMatLoad(a, a_tile, now * BM * ROW + (sub_m + i * TM) * ROW + kk * TK / 16u, ROW,
+                coopMatLoad(a, a_tile, (sub_m + i * TM) * ROW + kk * TK / 16u, ROW,
                             gl_CooperativeMatrixLayoutRowMajor);
                 [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                     sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
             }
         }
-        if (GROUPED != 0u && --left == 0u) {
-            // 5. The group ends: its int32 sums become float32, times a matrix with a column's scale in every row.
-            left = group_blocks / KB;
+        if (GROUPED != 0u) {
+            // 5. The step's int32 sums become float32, times a matrix with a column's scale in every row. A group may
+            //    end in a later step: that costs less than a branch.
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                 coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
-                coopMatLoad(s, scale_tile, (group & 1u) * REPEAT * SC + sub_n + j * TN, REPEAT == 1u ? 0u : SC,
-                            gl_CooperativeMatrixLayoutRowMajor);
+                coopMatLoad(s, scale_tile, sub_n + j * TN, REPEAT == 1u ? 0u : SC, gl_CooperativeMatrixLayoutRowMajor);
                 [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
                     total[i * TILES_N + j] = total[i * TILES_N + j] +
                         coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(sum[i * TILES_N + j]) * s;
                     sum[i * TILES_N + j] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
                 }
             }
-            // The next group's scales go to the other half of scale_tile; the barrier of step 6 makes them visible.
-            ++group;
-            if (step + 1u < steps) store_scales(col0, group);
         }
-        // 6. Only now use the registers that step 3 loads: this is where the loads are waited for. With two buffers the
-        //    next tile goes where the step before has read, and the barrier at that step's end has let everybody
-        //    finish. With one buffer everybody must have finished this step.
-        if (BUFFERS == 1u) barrier();
-        if (step + 1u < steps) store_tiles((step + 1u) % BUFFERS);
+        // 6. Everybody has finished this step. Only now use the registers that step 3 loads: this is where the loads
+        //    are waited for.
+        barrier();
+        store_tiles();
         barrier();
     }
     // 7. Results, through a_tile, which the last barrier has freed. By literal numbers: a driver that does not unroll a

@@ -155,7 +155,7 @@ class TileShape:
     """A tile of a GEMM.
 
     **Fields:** ``bm`` by ``bn`` results of a workgroup, ``m`` by ``n`` of a lane or, if matrices are cooperative, of
-    a subgroup; ``kb``: blocks of 32 columns at a time, at most; ``buffers``: of tiles in shared memory.
+    a subgroup; ``kb``: blocks of 32 columns at a time, at most.
     """
 
     bm: int
@@ -163,7 +163,6 @@ class TileShape:
     m: int
     n: int
     kb: int = 1
-    buffers: int = 2
 
     @property
     def owners(self) -> int:
@@ -176,7 +175,7 @@ class TileShape:
 
     def tile_bytes(self, geometry: Geometry, width: int, terms: int = 1) -> int:
         """Bytes of both tiles, of ``terms`` of x, of elements of ``width`` bytes, each row padded by 16."""
-        return self.buffers * (terms * self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
+        return (terms * self.bm + self.bn) * (self.blocks(geometry) * 32 * width + 16)
 
     def groups(self, rows: int, columns: int, added: Added = None) -> tuple[int, int, int]:
         """Workgroups for a result."""
@@ -228,7 +227,7 @@ class SharedInt(Single):
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return self.shape.owners, self.shape.tile_bytes(geometry, 1)
+        return self.shape.owners, 2 * self.shape.tile_bytes(geometry, 1)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         refs, tokens = _int8(b, x, part, geometry, bias, out)
@@ -398,7 +397,7 @@ def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int, term
 def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
     s = shape
     sizes = (s.owners * subgroup, s.bm, s.bn, s.blocks(g), s.m, s.n)
-    return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, s.buffers, 1
+    return *sizes, g.bits, g.zero_kind, int(g.groups > 1), *tile, 1
 
 
 def _sizes(part: Part, geometry: Geometry, out: Rows, n: int) -> list[int | float]:

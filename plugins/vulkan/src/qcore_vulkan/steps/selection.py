@@ -39,9 +39,9 @@ from .row_kernel import RowGemv, row_kernels
 FEW = 8
 """Up to this many rows, kernels are bound by reading the weight, and read it once."""
 
-_COOP_F16 = (TileShape(128, 128, 64, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 4, 1))
-_COOP_F32 = (TileShape(64, 128, 32, 32, 2, 1), TileShape(64, 64, 32, 32, 2, 1), TileShape(32, 32, 16, 16, 2, 1))
-_COOP_INT8 = (TileShape(128, 128, 64, 32, 4, 1), TileShape(64, 64, 32, 32, 4, 1), TileShape(32, 32, 16, 16, 4, 1))
+_COOP_F16 = (TileShape(128, 128, 64, 32, 2), TileShape(64, 64, 32, 32, 2), TileShape(32, 32, 16, 16, 4))
+_COOP_F32 = (TileShape(64, 128, 32, 32, 2), TileShape(64, 64, 32, 32, 2), TileShape(32, 32, 16, 16, 2))
+_COOP_INT8 = (TileShape(128, 128, 64, 32, 4), TileShape(64, 64, 32, 32, 4), TileShape(32, 32, 16, 16, 4))
 _INT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8, 2), TileShape(64, 64, 4, 8, 2), TileShape(32, 32, 4, 4, 2))
 _FLOAT = (TileShape(128, 128, 8, 8), TileShape(128, 64, 8, 8), TileShape(64, 64, 8, 8), TileShape(32, 64, 4, 8))
 _FEW_FLOAT32 = 4
@@ -64,8 +64,9 @@ _FRAGMENTS = {
     ),
 }
 """By the terms of x: tiles of `CoopFragments`, and nanoseconds that a core takes for one and a column of K."""
-_FEW_RESULTS = 40_000
-"""Numbers of a result up to which the smaller tiles of `CoopF16` are faster."""
+_WIDE, _FEW_RESULTS = 1024, 40_000
+"""Rows of the weight from which `CoopFragments` is faster than the smaller tiles of `CoopF16`; and, of fewer rows,
+numbers of a result."""
 _CORES = 32
 """Assumed if the driver does not report a number."""
 
@@ -160,7 +161,7 @@ def _coop_float(
     description: Description, problem: GemmProblem, tile: tuple[int, int, int], terms: int
 ) -> Iterator[Kernel]:
     g = problem.geometry
-    if g.bits == 4 and problem.m * g.n > _FEW_RESULTS and tile == (16, 16, 16):
+    if g.bits == 4 and tile == (16, 16, 16) and (g.n >= _WIDE or problem.m * g.n > _FEW_RESULTS):
         for shape, splits in _fragments(terms, description, problem):
             yield CoopFragments(shape, splits, terms)
     by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
