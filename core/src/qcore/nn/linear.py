@@ -98,7 +98,7 @@ class QuantizedLinear(QuantizedModule):
             or x.is_nested
             or not x.dim()
             or x.shape[-1] != self.in_features
-            or (torch.is_grad_enabled() and self._needs_grad(x))
+            or self._needs_grad(x)
             or _any_autocast()
         ):
             return None

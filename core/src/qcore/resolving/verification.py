@@ -25,6 +25,7 @@ from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded, PluginStatus
 from ..formats import BrokenLayoutError
 from ..formats.bits import has_values, raw
+from ..formats.tracing import outside_transforms
 from ..runtime.code_state import code_state
 from ..runtime.disk_cache import crash_mark, crashed, left_over, read, write
 from ..weights.qtensor import QTensor
@@ -180,10 +181,11 @@ def _smallest(kernel: Kernel, request: Request, kernels_for: KernelSource) -> tu
 
 @contextlib.contextmanager
 def clean_torch_state() -> Iterator[None]:
-    """No gradients, no autocast, no fake tensors, and the default device is the CPU."""
+    """No gradients, transforms, autocast or fake tensors, and the default device is the CPU."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(outside_transforms())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.device("cpu"))
