@@ -72,6 +72,18 @@ def test_derivatives_of_linear(scheme, dtype):
         close(forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction))).tangent, wanted, dtype)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8"])
+def test_forward_mode_in_a_compiled_function(scheme):
+    """The op of a kernel has no derivative, and takes tangents without an error."""
+    layer, dense = linear(scheme, torch.bfloat16)
+    x, direction = torch.randn(2, 5, 64).to(torch.bfloat16)
+    y, tangent = torch.compile(lambda *given: torch.func.jvp(layer, given[:1], given[1:]), backend="aot_eager")(
+        x, direction
+    )
+    assert torch.equal(y, layer(x))
+    close(tangent, direction.double() @ dense.weight.double().t(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("make", [convolution, partial(convolution, "reflect"), experts])
 def test_derivatives_of_convolutions_and_experts(make):
     layer, dense = make()

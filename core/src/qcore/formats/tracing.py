@@ -37,7 +37,12 @@ def is_transformed() -> bool:
     Native code and ops of plugins neither see tangents nor record for a transform: without an error, their results
     would have no derivative.
     """
-    return _transforms() is not None or forward_ad._current_level >= 0  # noqa: SLF001 - no public way
+    return _transforms() is not None or in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are computed in forward mode: tensors may have tangents."""
+    return forward_ad._current_level >= 0  # noqa: SLF001 - no public way
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ from ..contracts.conv2d import dense_kernel
 from ..contracts.grouped import expert_rows
 from ..discovery.kernels import Kernel, Packed
 from ..formats import Format
-from ..formats.tracing import is_transformed, outside_transforms
+from ..formats.tracing import in_forward_mode, is_transformed, outside_transforms
 from ..weights.qtensor import QTensor
 
 _CHUNK_ELEMENTS = 1 << 23
@@ -78,12 +78,8 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         dx, dbias, *_ = tangents
-        dy = None if dx is None else _product(dx, _unpacked(ctx.kernel, ctx.packed), ctx.request, ctx.offsets)
-        if dbias is not None:
-            added = _bias_tangent(dbias, ctx.out_shape, ctx.request.contract, ctx.offsets)
-            dy = added if dy is None else dy + added
-        assert dy is not None
-        return dy.to(ctx.out_dtype)
+        weight = _unpacked(ctx.kernel, ctx.packed)
+        return _tangent(dx, dbias, weight, ctx.request, ctx.out_shape, ctx.offsets).to(ctx.out_dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -142,11 +138,26 @@ def _unpacked(kernel: Kernel, packed: Packed) -> QTensor:
         return kernel.unpack(packed)
 
 
+def _straight_through(
+    x: Tensor,
+    bias: Tensor | None,
+    kernel: Kernel,
+    packed: Packed,
+    request: Request,
+    runtime_params: Mapping[str, Tensor],
+) -> Tensor:
+    """The kernel's result with the tangent of a dense product, in ops that dynamo can trace in forward mode."""
+    own = None if bias is None else bias.detach()
+    y = kernel(x.detach(), packed, own, **runtime_params)
+    dense = _tangent(x, bias, kernel.unpack(packed), request, y.shape, runtime_params.get("offsets"))
+    return y + (dense - dense.detach()).to(y.dtype)
+
+
 def needs_derivatives(x: Tensor, bias: Tensor | None) -> bool:
     """Whether a call needs `call_differentiably`: for gradients, or under a transform or in forward mode."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
-    return not torch.compiler.is_compiling() and is_transformed()
+    return in_forward_mode() if torch.compiler.is_compiling() else is_transformed()
 
 
 def call_differentiably(
@@ -159,12 +170,16 @@ def call_differentiably(
 ) -> Tensor:
     """Call ``kernel(x, packed, bias, **runtime_params)``, differentiable with respect to x and bias."""
     apply: Any
-    if torch.compiler.is_compiling() or not is_transformed():
-        apply = _Frozen.apply
-        guarded = _describe(request.weight) if torch.compiler.is_compiling() else ""
-        return apply(x, bias, kernel, packed, request, runtime_params, guarded)  # type: ignore[no-any-return]
-    apply = _Transformed.apply
-    return apply(x, bias, kernel, packed, request, dict(runtime_params))  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        if in_forward_mode():
+            return _straight_through(x, bias, kernel, packed, request, runtime_params)
+        apply, guarded = _Frozen.apply, _describe(request.weight)
+    elif is_transformed():
+        apply = _Transformed.apply
+        return apply(x, bias, kernel, packed, request, dict(runtime_params))  # type: ignore[no-any-return]
+    else:
+        apply, guarded = _Frozen.apply, ""
+    return apply(x, bias, kernel, packed, request, runtime_params, guarded)  # type: ignore[no-any-return]
 
 
 def _describe(format: Format) -> str:
@@ -190,6 +205,23 @@ def _input_gradient(grad: Tensor, weight: QTensor, request: Request, shape: torc
         part = weight.narrow(0, start, min(step, request.n - start)).dequantize(grad.dtype)
         dx = dx + rows[:, start : start + step] @ part
     return dx.view(shape)
+
+
+def _tangent(
+    dx: Tensor | None,
+    dbias: Tensor | None,
+    weight: QTensor,
+    request: Request,
+    shape: torch.Size,
+    offsets: Tensor | None,
+) -> Tensor:
+    """The derivative of a result of ``shape`` in the directions ``dx`` of x and ``dbias`` of the bias; one is given."""
+    dy = None if dx is None else _product(dx, weight, request, offsets)
+    if dbias is None:
+        assert dy is not None
+        return dy
+    added = _bias_tangent(dbias, shape, request.contract, offsets)
+    return added if dy is None else dy + added
 
 
 def _product(x: Tensor, weight: QTensor, request: Request, offsets: Tensor | None) -> Tensor:
