@@ -37,7 +37,7 @@ def is_transformed() -> bool:
     Native code and ops of plugins neither see tangents nor record for a transform: without an error, their results
     would have no derivative.
     """
-    return _transforms() is not None or in_forward_mode()
+    return _transforms() is not None or forward_ad._current_level >= 0  # noqa: SLF001 - spelled out as in `runs_now`
 
 
 def in_forward_mode() -> bool:

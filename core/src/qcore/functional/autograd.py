@@ -157,7 +157,7 @@ def needs_derivatives(x: Tensor, bias: Tensor | None) -> bool:
     """Whether a call needs `call_differentiably`: for gradients, or under a transform or in forward mode."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
-    return in_forward_mode() if torch.compiler.is_compiling() else is_transformed()
+    return in_forward_mode() or (not torch.compiler.is_compiling() and is_transformed())
 
 
 def call_differentiably(
