@@ -56,15 +56,9 @@ class _Transformed(torch.autograd.Function):
     """As `_Frozen`, under the transforms of ``torch.func`` and in forward mode, which `torch.compile` cannot trace."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        bias: Tensor | None,
-        kernel: Kernel,
-        packed: Packed,
-        _request: Request,
-        runtime_params: dict[str, Tensor],
-    ) -> Tensor:
-        return kernel(x, packed, bias, **runtime_params)
+    def forward(*inputs: Any) -> Tensor:
+        x, bias, kernel, packed, _, runtime_params = inputs
+        return kernel(x, packed, bias, **runtime_params)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,18 +96,10 @@ def _selected(value: Any, dim: int | None, index: int) -> Any:
     return value if dim is None else value.select(dim, index)
 
 
-def _remember(
-    ctx: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    kernel: Kernel,
-    packed: Packed,
-    request: Request,
-    runtime_params: Mapping[str, Tensor],
-) -> None:
-    """Keep what the derivatives need."""
-    ctx.kernel, ctx.packed, ctx.request, ctx.shape = kernel, packed, request, x.shape
-    ctx.offsets = runtime_params.get("offsets")
+def _remember(ctx: Any, *inputs: Any) -> None:
+    """Keep what the derivatives need of the arguments of `call_differentiably`."""
+    x, bias, ctx.kernel, ctx.packed, ctx.request, runtime_params = inputs
+    ctx.shape, ctx.offsets = x.shape, runtime_params.get("offsets")
     ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
 
 
@@ -138,17 +124,10 @@ def _unpacked(kernel: Kernel, packed: Packed) -> QTensor:
         return kernel.unpack(packed)
 
 
-def _straight_through(
-    x: Tensor,
-    bias: Tensor | None,
-    kernel: Kernel,
-    packed: Packed,
-    request: Request,
-    runtime_params: Mapping[str, Tensor],
-) -> Tensor:
-    """The kernel's result with the tangent of a dense product, in ops that dynamo can trace in forward mode."""
-    own = None if bias is None else bias.detach()
-    y = kernel(x.detach(), packed, own, **runtime_params)
+def _straight_through(*inputs: Any) -> Tensor:
+    """`call_differentiably` in ops that dynamo can trace in forward mode: the tangent is that of a dense product."""
+    x, bias, kernel, packed, request, runtime_params = inputs
+    y: Tensor = kernel(x.detach(), packed, None if bias is None else bias.detach(), **runtime_params)
     dense = _tangent(x, bias, kernel.unpack(packed), request, y.shape, runtime_params.get("offsets"))
     return y + (dense - dense.detach()).to(y.dtype)
 
