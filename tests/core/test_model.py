@@ -91,10 +91,26 @@ def test_report_of_a_model_says_the_same_later():
         ("layers.3.mlp.up", "layers.*.mlp.*", True),
         ("layers.3.mlp.up", "mlp.up", True),
         ("layers.3.mlp.up", "*.down", False),
+        ("heads[0]", "heads[0]", True),
     ],
 )
 def test_patterns(name, pattern, expected):
     assert matches(name, pattern) is expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"exclude": [0]}, {"exclude": 0}, {"include": [torch.nn.Linear]}, {"scheme": {0: "w8a16"}}],
+    ids=str,
+)
+def test_patterns_that_are_no_text(arguments):
+    with pytest.raises(FormatError, match="is not a pattern"):
+        qcore.quantize_(torch.nn.Sequential(torch.nn.Linear(4, 4)), **{"scheme": "w8a16", **arguments})
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(qcore.UnsupportedError, match=r"takes a torch\.nn\.Module, not a str"):
+        qcore.quantize_("model", "w8a16")
 
 
 def test_exclude_and_include():

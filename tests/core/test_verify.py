@@ -183,6 +183,31 @@ def test_a_kernel_that_ended_a_process_is_not_tried_again(add_plugin, stub, requ
         assert qcore.resolve(request_of(), verify=mode).plugin == "torch"
 
 
+def test_plain_ops_serve_after_a_process_died_in_their_check(request_of, monkeypatch):
+    """Nothing is behind them: a skipped fallback would leave no kernel until someone clears the mark."""
+    request = request_of("w8a8-static(0.1,0)")
+    decision = qcore.resolve(request)
+    assert decision.kernel.name == "torch.plain.linear"
+    status = next(s for s in qcore.plugins() if s.name == "torch")
+    key = verification.verdict_key(status, decision.kernel, request)
+    disk_cache.write("running", f"verify {key}", pid=2**22 + 12345)
+    marks = []
+    monkeypatch.setattr(disk_cache, "set_mark", lambda key, **about: marks.append(key))
+    verification.forget()
+    assert qcore.resolve(request, verify="always").kernel.name == "torch.plain.linear"
+    assert not marks
+
+
+def test_a_mark_of_a_fast_fallback_kernel_says_what_ran(request_of, monkeypatch):
+    marks = {}
+    monkeypatch.setattr(disk_cache, "set_mark", lambda key, **about: marks.update({key: about}))
+    request = request_of("w4a16-g32", dtype=torch.bfloat16)
+    verification.forget()
+    if qcore.resolve(request, verify="always").kernel.name == "torch.plain.linear":
+        pytest.skip("this torch has no int4 product")
+    assert {"plugin": "torch", "doing": "the verification of torch.cpu.w4a16"} in marks.values()
+
+
 def test_without_a_cache_the_kernel_is_checked_in_each_process(add_kernel, request_of, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QCORE_CACHE_DIR", str(tmp_path / "file"))

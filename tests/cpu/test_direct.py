@@ -79,3 +79,14 @@ def test_profilers_and_modes_see_the_op():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         made(x)
     assert "qcore_cpu::linear" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("scheme", [DIRECT[0], BY_OP[0]])
+def test_tangents_are_not_lost_in_native_code(scheme):
+    made = layer(scheme, torch.float32).requires_grad_(False)
+    x, direction = torch.randn(2, 3, 96)
+    wanted = direction @ made.weight.dequantize().t()
+    for call in (made, torch.compile(made, backend="eager")):
+        found = torch.func.jvp(call, (x,), (direction,))[1]
+        torch.testing.assert_close(found, wanted)

@@ -197,6 +197,20 @@ def test_atens_product(tools, rows):
     tools.check(made.kernels["torch.cpu.int8pack"], made.problem(rows, bias="float32"))
 
 
+def test_atens_product_of_an_x_that_starts_anywhere(tools):
+    """In a process of its own: the op crashes if x does not start at a multiple of 16 bytes."""
+    code = """
+import torch
+import qcore
+weight = qcore.quantize(torch.randn(48, 64), "int8/plain")
+with qcore.using("torch"):
+    layer = qcore.nn.QuantizedLinear.from_qtensor(weight, dtype=torch.bfloat16)
+x = torch.randn(1 + 3 * 64).to(torch.bfloat16)[1:].view(3, 64)
+print(layer.decision.selected.kernel, torch.equal(layer(x), layer(x.clone())))
+"""
+    assert tools.python(code, ONEDNN_MAX_CPU_ISA="AVX2").split() == ["torch.cpu.int8pack", "True"]
+
+
 def test_without_the_op_nothing_is_offered(tools, monkeypatch):
     monkeypatch.setattr(onednn, "is_exact", lambda bits: False)
     assert "oneDNN" in cpu_int8.why_not(tools.linear("w8a8").request)

@@ -46,6 +46,18 @@ def plain(tools):
     return make
 
 
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a16-g32", "w4a16-g24", "wfp8a16", "mxfp4"])
+@pytest.mark.parametrize("bias", ["same", "float32"])
+def test_a_bias_is_added_before_the_result_is_rounded(tools, plain, scheme, bias):
+    """Of a large product and its opposite little remains: the error of a rounded product is many times what is left."""
+    made = plain(scheme, torch.bfloat16, k=504 if "g24" in scheme else 512, bias=True)
+    problem = made.problem(8, bias=bias)
+    weight = problem.weight.dequantize(torch.float32)
+    x = (problem.x.float() * 0.5 + 2).to(torch.bfloat16)
+    opposite = -(x[0].float() @ weight.t()).to(problem.bias.dtype)
+    assert tools.check(made.kernel, replace(problem, x=x[:1], bias=opposite)).worst < 1
+
+
 @pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a16-asym", "w4a8-g32", "w8a8-asym"])
 def test_a_third_partys_layout_is_read_through_its_codec(tools, plain, scheme):
     made = plain(scheme, k=77)

@@ -1,8 +1,8 @@
 """``torch.cpu.int8pack``: bfloat16 x and a symmetric per-channel int8 weight, for a CPU without VNNI instructions.
 
 ``aten::_weight_int8pack_mm`` reads the neutral bytes directly, once per row of x; for more rows the weight is converted
-to bfloat16, as in `PlainLinear`. Two defects of the op limit its use: in bfloat16, a K that is not a multiple of 16
-gives garbage or a crash, and other dtypes run scalar code.
+to bfloat16, as in `PlainLinear`. Three defects of the op limit its use: in bfloat16, a K that is not a multiple of 16
+gives garbage or a crash, an x that does not start at a multiple of 16 bytes crashes, and other dtypes run scalar code.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from ..contracts import LinearRequest
 from ..discovery.kernels import Packed
 from ..formats import Format
+from ..formats.tracing import runs_now
 from .integer import cat_columns, split_bias
 from .ops import int8_product, op
 from .plain_linear import PlainLinear
 
 _CROSSOVER = 24
 """Measured at 4096 x 4096 on AVX-512: the op costs 0.1 ms per row, the conversion 2.3 ms plus 0.035 ms per row."""
+_ALIGNMENT = 16
 _CHUNK = 1 << 20
 """Weights converted to bfloat16 at a time, so that they stay in the cache."""
 
@@ -33,7 +35,7 @@ class CpuInt8Pack(PlainLinear):
         self._traced = op(int8pack, _fake)  # registered here: a trace cannot register ops
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **_runtime_params: Tensor) -> Tensor:
-        call = self._traced if torch.compiler.is_compiling() else int8pack
+        call = int8pack if runs_now(x) else self._traced
         return call(x, packed["data"], packed["scale"], bias)
 
 
@@ -41,7 +43,7 @@ def int8pack(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     """Multiply x ``(M, K)`` bfloat16 by data ``(N, K)`` int8 times scale ``(1, N)``, to bfloat16 ``(M, N)``."""
     if x.shape[0] < _CROSSOVER:
         assert int8_product is not None  # without the op, the kernel is not offered
-        y = int8_product(x.contiguous(), data.contiguous(), scale[0].to(torch.bfloat16))
+        y = int8_product(_aligned(x.contiguous()), data.contiguous(), scale[0].to(torch.bfloat16))
         return y if bias is None else (y + bias).to(torch.bfloat16)
     rows = max(64, _CHUNK // data.shape[1])
     inside, rest = (None, None) if bias is None else split_bias(bias, scale[0].float())
@@ -50,6 +52,10 @@ def int8pack(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     parts = zip(weights, starts, strict=True)
     y = cat_columns([F.linear(x, part.to(torch.bfloat16), start) for part, start in parts]).float() * scale
     return (y if rest is None else y + rest).to(torch.bfloat16)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def _fake(x: Tensor, data: Tensor, *_parameters: object) -> Tensor:

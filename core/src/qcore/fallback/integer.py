@@ -138,13 +138,14 @@ def cat_columns(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def split_bias(bias: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Split ``bias = inside * scale + rest``: bfloat16 to start the product from, float32 to add to its result.
+def split_bias(bias: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Split ``bias = inside * scale + rest``: ``dtype`` to start the product from, float32 to add to its result.
 
-    If the whole bias were added after the product was rounded to bfloat16, cancellation would expose that rounding.
+    If the whole bias were added after the product was rounded to ``dtype``, cancellation would expose that rounding.
     """
     wide = bias.float()
-    inside = (wide if scale is None else (wide / scale).nan_to_num(0.0, 0.0, 0.0)).to(torch.bfloat16)
+    # What overflows is left to the rest.
+    inside = (wide if scale is None else wide / scale).to(dtype).nan_to_num(0.0, 0.0, 0.0)
     return inside, wide - (inside.float() if scale is None else inside.float() * scale)
 
 

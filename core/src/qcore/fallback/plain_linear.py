@@ -13,7 +13,7 @@ from ..contracts import LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
 from ..formats import ZeroPoint
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
-from .integer import activation_bound, cat_columns, centred_activations, finish, integer_product
+from .integer import activation_bound, cat_columns, centred_activations, finish, integer_product, split_bias
 from .weights import NeutralKernel, autocast_device
 
 
@@ -65,13 +65,16 @@ class PlainLinear(NeutralKernel, RowsKernel):
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         x = self.reader.reorder(x.to(self.compute))
         wide = torch.promote_types(self.compute, torch.float32)
-        fused = bias is not None and bias.dtype == self.compute and not self.scale_after
-        if bias is not None and fused:
-            biases = iter(torch.split(bias, self.reader.chunk_rows(packed["data"])))
-            return cat_columns([F.linear(x, w, next(biases)) for w in self._dense(packed)]).to(self.out_dtype)
-        y = cat_columns([F.linear(x, w) for w in self._dense(packed)])
-        if self.scale_after:
-            y = y.to(wide) * self.reader.scales(packed["scale"], packed.get("global_scale"), wide)
+        scale = self.reader.scales(packed["scale"], packed.get("global_scale"), wide) if self.scale_after else None
+        start = bias if bias is not None and bias.dtype == self.compute and scale is None else None
+        if start is not None:
+            bias = None
+        elif bias is not None and self.compute.itemsize == 2:
+            start, bias = split_bias(bias, None if scale is None else scale[0], self.compute)
+        starts = None if start is None else iter(torch.split(start, self.reader.chunk_rows(packed["data"])))
+        y = cat_columns([F.linear(x, w, None if starts is None else next(starts)) for w in self._dense(packed)])
+        if scale is not None:
+            y = y.to(wide) * scale
         if bias is not None:
             y = y.to(wide) + bias.to(wide)
         return y.to(self.out_dtype)

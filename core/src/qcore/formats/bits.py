@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor
 
-from .tracing import runs_now
+from .tracing import is_batched, runs_now
 
 
 def pad_columns(codes: Tensor, multiple: int) -> Tensor:
@@ -102,7 +102,9 @@ def raw(t: Tensor) -> Tensor:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` can be read: it is not meta, not fake, and not traced."""
+    """Whether the values of ``tensor`` can be read: it is not meta, not fake, not traced and no batch of ``vmap``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return not (tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling())
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling():
+        return False
+    return not is_batched(tensor)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Torch has no public API for the state of its dispatcher.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _traced = torch._C._is_tracing  # noqa: SLF001
+_functorch = torch._C._functorch  # noqa: SLF001
 
 
 def runs_now(x: Tensor) -> bool:
@@ -25,3 +29,38 @@ def runs_now(x: Tensor) -> bool:
 def is_traced() -> bool:
     """Whether ``torch.jit.trace`` or a transform of ``torch.func`` is active."""
     return _transforms() is not None or _traced()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or a level of forward-mode derivatives is active.
+
+    Native code and ops of plugins neither see tangents nor record for a transform: without an error, their results
+    would have no derivative.
+    """
+    return _transforms() is not None or forward_ad._current_level >= 0  # noqa: SLF001 - spelled out as in `runs_now`
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are computed in forward mode: tensors may have tangents."""
+    return forward_ad._current_level >= 0  # noqa: SLF001 - no public way
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Leave all transforms of ``torch.func``: inside of one, results have no memory that could be packed or kept."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` has wrapped ``tensor``: it differentiates it, or it is a batch."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a batch of ``vmap``, whose values cannot be read."""
+    while is_wrapped(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False

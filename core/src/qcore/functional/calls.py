@@ -17,7 +17,7 @@ from ..runtime.forks import Lock
 from ..runtime.settings import current
 from ..weights.activations import Activation, OutputInt8, StaticInt8
 from ..weights.qtensor import QTensor
-from .autograd import call_differentiably
+from .autograd import call_differentiably, needs_derivatives
 from .checks import (
     check_bias,
     check_dense,
@@ -173,9 +173,8 @@ def _out_dtype(x: Tensor, output: OutputInt8 | None, wanted: torch.dtype | None 
 
 
 def needs_grad(x: Tensor, bias: Tensor | None, output: OutputInt8 | None = None) -> bool:
-    """Whether a call has to be differentiable with respect to x or bias."""
-    wanted = x.requires_grad or (bias is not None and bias.requires_grad)
-    return wanted and output is None and torch.is_grad_enabled()
+    """Whether a call needs derivatives with respect to x or bias."""
+    return output is None and needs_derivatives(x, bias)
 
 
 def check_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> None:

@@ -65,6 +65,10 @@ def quantize_(
     is unchanged. If a later step raises (out of memory, Ctrl-C, a failing kernel), the layers before it stay quantized,
     a `QcoreWarning` counts them, and another call of `quantize_` continues with the others.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"quantize_ takes a torch.nn.Module, not a {type(model).__name__}; pass the module in it."
+        )
     plan = ModelPlan(model, Selection.of(scheme, include, exclude))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}

@@ -19,7 +19,7 @@ Patterns = str | Iterable[str]
 def as_rules(scheme: str | Scheme | Mapping[str, str | Scheme]) -> tuple[tuple[str, Scheme], ...]:
     """Parse a scheme for all layers, or a mapping from patterns to schemes, to (pattern, scheme) pairs."""
     mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-    return tuple((pattern, Scheme.parse(value)) for pattern, value in mapping.items())
+    return tuple(zip(as_patterns(mapping) or (), map(Scheme.parse, mapping.values()), strict=True))
 
 
 def as_patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
@@ -36,7 +36,7 @@ def as_patterns(patterns: Patterns | None) -> tuple[str, ...] | None:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a layer's name equals a pattern, matches it as a glob, or ends with it after a dot."""
-    return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
+    return name == pattern or fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 
 @dataclass(frozen=True)

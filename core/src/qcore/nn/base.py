@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..formats import ZeroPoint
-from ..functional.autograd import call_differentiably
+from ..formats.tracing import is_wrapped
+from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
@@ -189,6 +190,11 @@ class QuantizedModule(nn.Module):
         shown = self._shown
         if torch.compiler.is_compiling() or all(self._buffers.get(name) is tensor for name, tensor in shown.items()):
             return
+        if any((buffer := self._buffers.get(name)) is not None and is_wrapped(buffer) for name in shown):
+            raise FormatError(
+                "the packed weight of a quantized layer was replaced by a tensor of a torch.func transform, such as a\n"
+                "stack of several models' buffers: quantized weights stay fixed. Pass parameters only."
+            )
         device = moved_to(shown, self._buffers, self._store.device)
         self._expose_packed()
         if device is not None:
@@ -298,9 +304,7 @@ class QuantizedModule(nn.Module):
         return x.dtype
 
     def _needs_grad(self, x: Tensor) -> bool:
-        bias = self.bias
-        wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-        return wanted and self.scheme.output is None
+        return self.scheme.output is None and needs_derivatives(x, self.bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..contracts import EmbeddingRequest
 from ..contracts.embedding import INDEX_DTYPES, check_index_dtype
 from ..errors import UnsupportedError
+from ..formats.tracing import is_transformed
 from ..functional.checks import check_dense
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
@@ -78,7 +79,8 @@ class QuantizedEmbedding(QuantizedModule):
         return self._dtype
 
     def _needs_grad(self, x: Tensor) -> bool:
-        return False
+        # A table has no gradient; only `call_differentiably` looks up batches of vmap at once.
+        return not torch.compiler.is_compiling() and is_transformed()
 
     def _run_traced(self, x: Tensor, **params: Tensor) -> Tensor:
         return super()._run_traced(x, **params).to(self.out_dtype or self._dtype)
@@ -95,6 +97,7 @@ class QuantizedEmbedding(QuantizedModule):
             or indices.device != self._store.device
             or indices.layout is not torch.strided
             or indices.is_nested
+            or is_transformed()
         ):
             return self._run(indices)
         return bound.call(indices)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..contracts import LinearRequest
 from ..errors import FormatError
+from ..formats.tracing import is_transformed
 from ..functional.checks import check_last_dimension
 from ..resolving.binding import Bound, WeightStore
 from ..weights.qtensor import QTensor
@@ -98,6 +99,7 @@ class QuantizedLinear(QuantizedModule):
             or x.is_nested
             or not x.dim()
             or x.shape[-1] != self.in_features
+            or is_transformed()
             or (torch.is_grad_enabled() and self._needs_grad(x))
             or _any_autocast()
         ):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..contracts import LinearRequest
 from ..discovery.kernels import Kernel
 from ..errors import FormatError
-from ..functional.autograd import call_differentiably
+from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_last_dimension, check_x_dtype
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
@@ -138,8 +138,8 @@ class NeutralLinear(nn.Module):
         kind = x.device.type
         if x.is_floating_point() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        trains = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-        request = self._request(x, weight, bias is not None, trains and self.scheme.output is None)
+        trains = self.scheme.output is None and needs_derivatives(x, bias)
+        request = self._request(x, weight, bias is not None, trains)
         kernel = self._kernel(request, weight)
         if request.training:
             return call_differentiably(x, bias, _Reading(kernel, self.weight), {}, request)  # type: ignore[arg-type]

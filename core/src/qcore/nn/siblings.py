@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..contracts import LinearRequest
 from ..errors import FormatError
+from ..formats.tracing import is_transformed
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from .linear import QuantizedLinear, _any_autocast
@@ -237,7 +238,7 @@ class SiblingLinear(QuantizedLinear):
         if torch.compiler.is_compiling() or type(x) is not Tensor:
             # In a graph each sibling asks for the same product, which the compiler computes once.
             return group.split(self._run(x))[self._index]
-        if x.is_inference():  # it may change unseen: it counts no writes
+        if x.is_inference() or is_transformed():  # it may change unseen; results live as long as a transform
             return group.split(self._whole(x, group))[self._index]
         autocast = _autocast(x) if _any_autocast() else None
         key = (x._version, torch.is_grad_enabled(), self._dtype, self._fixed_out_dtype, _stream_of(x), autocast)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..formats.tracing import is_transformed
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,6 +50,7 @@ class Ranks:
         """The sum of ``y`` over the ranks, in its dtype; ``y`` may be overwritten."""
         if self.size == 1:
             return y
+        _check_not_transformed()
         if torch.is_grad_enabled() and y.requires_grad:
             return _Sum.apply(y, self)  # type: ignore[no-any-return, no-untyped-call]
         return self.reduced(y)
@@ -70,6 +72,7 @@ class Ranks:
 
     def overlapped(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """The sums of tensors over the ranks, in place; each is summed while ``parts`` computes the next one."""
+        _check_not_transformed()
         found, works = [], []
         for part in parts:
             y = part.contiguous()
@@ -83,11 +86,14 @@ class Ranks:
         """The maximum over the ranks; a NaN becomes infinity, because a reduction may drop NaN."""
         found = torch.where(values.isnan(), torch.inf, values).contiguous()
         if self.size > 1:
+            _check_not_transformed()
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return found
 
     def shared(self, x: Tensor) -> Tensor:
         """``x``, which every rank reads: its gradient is the sum of theirs."""
+        if self.size > 1:
+            _check_not_transformed()
         if self.size > 1 and torch.is_grad_enabled() and x.requires_grad:
             return _Shared.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
         return x
@@ -96,6 +102,7 @@ class Ranks:
         """The columns of every rank, ``(..., sum(lengths))``; ``y``: this rank's, ``(..., lengths[rank])``."""
         if self.size == 1:
             return y
+        _check_not_transformed()
         if torch.is_grad_enabled() and y.requires_grad:
             return _Join.apply(y, self, lengths)  # type: ignore[no-any-return, no-untyped-call]
         return self.gathered(y, lengths)
@@ -119,6 +126,18 @@ class Ranks:
                 "Save its state_dict(), one file per rank, or use torch.distributed.checkpoint."
             )
         return Ranks, ()
+
+
+def _check_not_transformed() -> None:
+    """Raise `UnsupportedError` under a transform of ``torch.func`` or in forward mode.
+
+    A collective would sum results without their derivatives.
+    """
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise UnsupportedError(
+            "layers of qcore.parallel have no derivatives under transforms of torch.func and in forward mode.\n"
+            "Use backward(), or compute them with the whole layers on one device."
+        )
 
 
 class _Sum(torch.autograd.Function):

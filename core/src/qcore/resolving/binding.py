@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
@@ -23,6 +24,7 @@ from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
 from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
 from ..formats.bits import raw
+from ..formats.tracing import outside_transforms
 from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, preserved_state
 from ..runtime.plain_text import plain
@@ -82,7 +84,7 @@ class WeightStore:
     def _unpacked(self) -> QTensor:
         kernel, packed = next(iter(self._packs.values()))
         # Kernels are shared by many weights and do not carry the name of the quantizer.
-        with torch.inference_mode(False), torch.no_grad():
+        with _plain_tensors():
             weight = _unpack(kernel, packed).derived(quantizer=self.quantizer)
         self._recent = {name: weakref.ref(tensor) for name, tensor in weight.tensors().items()}
         self.watch.add(weight, packed.values(), self._take)
@@ -96,9 +98,9 @@ class WeightStore:
         packing = packing_of(kernel)
         with self.lock:
             if packing not in self._packs:
-                weight = self.neutral() if trusted else self.neutral().map(Tensor.clone)
-                # Autograd cannot save inference tensors for a backward pass.
-                with torch.inference_mode(False), torch.no_grad():
+                weight = self.neutral()
+                with _plain_tensors():
+                    weight = weight if trusted else weight.map(Tensor.clone)
                     self._packs[packing] = (kernel, answers.packed(kernel.pack(weight)))
                 self._neutral = None
             return self._packs[packing][1]
@@ -131,6 +133,13 @@ class WeightStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         WeightStore.__init__(self, state["weight"])
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make tensors that outlive the caller's inference mode, which autograd cannot save, and its transforms."""
+    with outside_transforms(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _keep_for_spawned(weight: QTensor) -> None:

@@ -4,7 +4,8 @@ This is done twice: on small problems, before it is selected (`check`), and with
 before it gets the layer's input (`check_weight`): a kernel may be wrong on large weights only. A verdict is kept in
 memory and, if the kernel passed, on disk: by plugin version, kernel, device, driver, torch version and the signature of
 the request; for a plugin under development also by the state of its code. A kernel whose check crashed an earlier
-process is not tried again.
+process is not tried again, except for plain torch ops: there is no other kernel behind them, and a process that was
+killed during their check (by a limit on memory or time, say) would end their use on this machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded, PluginStatus
 from ..formats import BrokenLayoutError
 from ..formats.bits import has_values, raw
+from ..formats.tracing import outside_transforms
 from ..runtime.code_state import code_state
 from ..runtime.disk_cache import crash_mark, crashed, left_over, read, write
 from ..weights.qtensor import QTensor
@@ -45,6 +47,8 @@ _seen: dict[tuple[str, str], Check] = {}
 _seen_sizes: set[tuple[str, str]] = set()
 _MAX_SIZES = 4096
 _usable: set[torch.device] = set()
+_LAST_RESORT = "torch.plain."
+"""The names of the kernels in plain torch ops start so."""
 
 
 def forget() -> None:
@@ -65,7 +69,7 @@ def check(
         return Check(True)
     key = verdict_key(status, kernel, request)
     if (key, mode) not in _seen:
-        stored = _stored(key, mode)
+        stored = _stored(key, kernel, mode)
         if len(_seen) >= _MAX_SIZES:  # convolutions are verified per geometry
             _seen.clear()
         _seen[key, mode] = stored or _run(key, kernel, request, kernels_for)
@@ -101,9 +105,9 @@ def check_weight(
     """
     if not has_values(weight.data):
         return Check(True)
-    if crashed(f"verify {key}"):
+    if _crashed(key, kernel):
         return _crash_verdict(key)
-    with crash_mark(f"verify {key}"), clean_torch_state():
+    with _crash_mark(key, kernel), clean_torch_state():
         result = _try_weight(kernel, request, weight, packed)
     if result.ok:
         _remember_size(key, mode)
@@ -148,10 +152,25 @@ def verdict_key(status: PluginStatus, kernel: Kernel, request: Request) -> str:
     return "|".join(map(str, fields))
 
 
-def _stored(key: str, mode: str) -> Check | None:
-    if crashed(f"verify {key}"):
+def _stored(key: str, kernel: Kernel, mode: str) -> Check | None:
+    if _crashed(key, kernel):
         return _crash_verdict(key)
     return Check(True) if mode == "once" and read("verdicts", key) else None
+
+
+def _is_last_resort(kernel: Kernel) -> bool:
+    return name_of(kernel).startswith(_LAST_RESORT)
+
+
+def _crashed(key: str, kernel: Kernel) -> bool:
+    return not _is_last_resort(kernel) and crashed(f"verify {key}")
+
+
+def _crash_mark(key: str, kernel: Kernel) -> contextlib.AbstractContextManager[None]:
+    if _is_last_resort(kernel):
+        return contextlib.nullcontext()
+    plugin = key.partition("|")[0]
+    return crash_mark(f"verify {key}", plugin=plugin, doing=f"the verification of {name_of(kernel)}")
 
 
 def _crash_verdict(key: str) -> Check:
@@ -160,7 +179,7 @@ def _crash_verdict(key: str) -> Check:
 
 
 def _run(key: str, kernel: Kernel, request: Request, kernels_for: KernelSource) -> Check:
-    with crash_mark(f"verify {key}"), clean_torch_state():
+    with _crash_mark(key, kernel), clean_torch_state():
         result = run_check(*_smallest(kernel, request, kernels_for))
     if result.ok:
         # Failures are not cached: they reproduce quickly, and a repaired plugin must get a new chance.
@@ -180,10 +199,11 @@ def _smallest(kernel: Kernel, request: Request, kernels_for: KernelSource) -> tu
 
 @contextlib.contextmanager
 def clean_torch_state() -> Iterator[None]:
-    """No gradients, no autocast, no fake tensors, and the default device is the CPU."""
+    """No gradients, transforms, autocast or fake tensors, and the default device is the CPU."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(outside_transforms())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.device("cpu"))
