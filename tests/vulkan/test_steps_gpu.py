@@ -131,7 +131,8 @@ def test_the_order_of_capabilities(rich):
     assert first(rich, "gemm_float", 512, "int4-g128", half).variant == "coop_fragments"
     assert first(rich, "gemm_float", 512, "int8", half).variant == "coop_f16"
     assert first(rich, "gemm_float", 512, "int4-g128", torch.float32).terms == 2
-    assert first(rich, "gemm_float", 8, "int4-g128", torch.float32).variant == "coop_f16"
+    assert first(rich, "gemm_float", 8, "int4-g128", torch.float32).variant == "coop_fragments"
+    assert first(rich, "gemm_float", 8, "int8-g128", torch.float32).variant == "coop_f16"
     coarse = replace(problem("gemm_float", 512, "int4-g128", torch.float32), coarse=True)
     assert next(selection.candidates(rich, coarse)).terms == 1
     assert first(rich, "gemm_float", 4, "int4-g128", torch.float32).variant == "gemv_digits_dot"
