@@ -17,6 +17,7 @@ from qcore_vulkan.steps import fragments, selection
 from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, TileShape
 
 SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
+TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wfp4a16-g64")
 INT4_SCHEMES = ("w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256")
 SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
 
@@ -70,7 +71,7 @@ def of_fragments(x_dtype, kb=2, splits=1, shape=(32, 64, 16, 32)) -> CoopFragmen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", INT4_SCHEMES)
+@pytest.mark.parametrize("scheme", [*INT4_SCHEMES, *TABLES])
 def test_fragments_are_right(vulkan, monkeypatch, known, scheme, dtype):  # noqa: F811
     for (m, n, k), kb, splits in zip(SIZES, (1, 2, 4), (1, 2, 3), strict=True):
         only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: of_fragments(p.x_dtype, kb, s))
@@ -82,7 +83,7 @@ def test_fragments_are_right(vulkan, monkeypatch, known, scheme, dtype):  # noqa
 def test_tiles_that_are_selected_are_right(vulkan, monkeypatch, known, dtype, size):  # noqa: F811
     terms = TERMS if dtype == torch.float32 else 1
     for shape, _ in selection._FRAGMENTS[terms]:
-        for scheme, splits in (("w4a16-g128", 1), ("w4a16-g32-asym", 4)):
+        for scheme, splits in (("w4a16-g128", 1), ("w4a16-g32-asym", 4), ("wfp4a16-g32-e8m0", 2)):
             only(monkeypatch, vulkan, lambda p, t=shape, s=splits: CoopFragments(t, s, terms))
             assert_right(vulkan, drawn(scheme, *size, dtype, bias="same"))
 
@@ -98,7 +99,7 @@ def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_what_floats_can_be(vulkan, monkeypatch, matrix, in_registers):  # noqa: F811
     make_of(monkeypatch, vulkan, matrix, in_registers)
-    for scheme in ("w4a16-g32", "w8a16"):
+    for scheme in ("w4a16-g32", "w8a16", *(TABLES[:2] if in_registers else ())):
         for case in LINEAR.cases([Scheme.parse(scheme)], [torch.float32, torch.bfloat16]):
             if any(part in case.id for part in ("large-x", "zero-", "outliers", "tiny", "extreme", "spike", "deep")):
                 assert_right(vulkan, case.build(3))

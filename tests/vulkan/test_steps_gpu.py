@@ -232,6 +232,14 @@ def test_lanes_share_the_loads_of_fragments_evenly(terms):
         assert shared <= 49152
 
 
+def test_tables_of_halves_are_multiplied_as_halves(rich):
+    for fmt, variant in (("fp4-g32-e8m0", "coop_fragments"), ("fp4-g16-e4m3", "coop_fragments"), ("nf4-g64", None)):
+        for m in (2, 8, 512):
+            found = first(rich, "gemm_float", m, fmt, torch.float32).variant
+            assert found == (variant or "gemm_float_shared")
+    assert first(rich, "gemm_float", 1, "fp4-g32-e8m0", torch.float32).variant == "gemv_row_dot"
+
+
 def test_fragments_need_a_device_with_known_places(rich, monkeypatch):
     class Device:
         description, profile = rich, "gpu"

@@ -1,4 +1,5 @@
-// GEMM with cooperative matrices of float16 whose elements have known places: y = x W^T, float activations, int4 weights.
+// GEMM with cooperative matrices of float16 whose elements have known places: y = x W^T, float activations, weights of four
+// bits: int4, or codes of a table whose values are float16 numbers.
 //
 // A workgroup computes BM x BN results, a subgroup of 32 lanes WM x WN of them. Grid: x tiles of rows, y tiles of
 // columns, z parts of K, which gemm_join adds up.
@@ -37,6 +38,7 @@ layout(constant_id = 6) const uint ZERO = 0u;   // 0 none (8), 1 integer, 2 floa
 layout(constant_id = 7) const uint GROUP = 0u;  // blocks of a group; 0: a row has one scale
 layout(constant_id = 8) const uint FOLD = 4u;
 layout(constant_id = 9) const uint TERMS = 1u;  // float16 matrices whose sum is x, one or two
+layout(constant_id = 10) const uint VALUES = 0u;  // of a table that codes index, 16; 0: they are integers
 layout(local_size_x_id = 0) in;
 
 const uint BITS = 4u;
@@ -57,9 +59,19 @@ layout(set = 0, binding = 1) readonly buffer W { uint w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 2) readonly buffer Scale2 { vec2 scale2[]; };
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
+layout(set = 0, binding = 3) readonly buffer Table { float table[]; };  // [VALUES], if there is one
 layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M], see plain_rows.glsl
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
+
+#define NO_ZERO (VALUES != 0u ? 0.0 : 8.0)
+#define NUMBERS(codes) numbers_of(codes)
+
+// What codes stand for, less no zero point.
+vec4 numbers_of(vec4 codes) {
+    if (VALUES == 0u) return codes;
+    return vec4(table[uint(codes.x)], table[uint(codes.y)], table[uint(codes.z)], table[uint(codes.w)]);
+}
 
 #include "plain_rows.glsl"
 
@@ -71,6 +83,7 @@ const uint ROW = STEPS * 4u + 1u;  // uvec4 from one row of A to the next: 8 hal
 const uint LOADS = ROWS * STEPS * 4u / LANES;
 
 shared uvec4 a_tile[2u * ROWS * ROW];  // [of two steps][row]
+shared uint pairs[VALUES * VALUES + 1u];  // of a table, by a byte: the halves of its low code and of its high code
 shared uint any_plain;
 
 uvec4 a_next[LOADS];
@@ -133,6 +146,12 @@ void next_group(uint col0, uint block) {
     load_group(col0, block + FOLD);
 }
 
+// Eight codes less z, or what they stand for, as pairs of halves in the order of coop_prep.
+uvec4 unpacked(uint word, float16_t z) {
+    if (VALUES == 0u) return halves_of_4(word, z);
+    return uvec4(pairs[word & 255u], pairs[(word >> 8) & 255u], pairs[(word >> 16) & 255u], pairs[word >> 24]);
+}
+
 // Two halves of a lane as adjacent elements of its matrix.
 #define PUT(matrix, at, word)               \
     {                                       \
@@ -167,7 +186,7 @@ void main() {
         total[i] = MATRIX_C(0.0);
         sum[i] = MATRIX_C(0.0);
     }
-    // 2. The first step's x, weights and scales; nothing overlaps with them.
+    // 2. The first step's x, weights and scales, and the table; nothing overlaps with them.
     place(col0);
     load_a(start);
     [[unroll]] for (uint u = 0u; u < STEPS; ++u) {
@@ -175,6 +194,8 @@ void main() {
     }
     load_group(col0, start);
     next_group(col0, start);
+    for (uint t = gl_LocalInvocationIndex; t < VALUES * VALUES; t += LANES)
+        pairs[t] = packFloat2x16(f16vec2(float16_t(table[t % 16u]), float16_t(table[t / 16u])));
     store_a(0u, start, stop);
     barrier();
     uint now = 0u;
@@ -185,7 +206,7 @@ void main() {
             // 4. Unpack the block's codes into B; their registers take those of the block STEPS later, in flight since.
             MATRIX_B b[2u * TILES_N];
             [[unroll]] for (uint j = 0u; j < EIGHTS; ++j) {
-                uvec4 codes = halves_of_4(b_next[u][j], ZERO == 1u ? zero_now[j] : float16_t(8.0));
+                uvec4 codes = unpacked(b_next[u][j], ZERO == 1u ? zero_now[j] : float16_t(8.0));
                 load_b(u, j, step + u + STEPS);
                 [[unroll]] for (uint i = 0u; i < 4u; ++i)
                     PUT(b[i / 2u * TILES_N + j / 2u], j % 2u * 2u + i % 2u, codes[i])

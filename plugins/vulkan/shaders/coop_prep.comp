@@ -1,5 +1,5 @@
 // Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words:
-// ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four. Rows that are not float16 are scaled by a
+// ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four, ORDER 16: 0 4 1 5 2 6 3 7 (tables). Rows that are not float16 are scaled by a
 // power of two into its range, where the eight bits of bfloat16 fit exactly. A second term, row m + row, holds eleven
 // more bits at 2^-11 of the scale: 22 bits of a float32, which is what sums in float32 are worth. Also sums of x per
 // group.
@@ -131,8 +131,10 @@ void main() {
         }
         [[unroll]] for (uint i = 0u; i < 8u; ++i) value[i] *= unit;
         [[unroll]] for (uint t = 0u; t < TERMS; ++t) {
-            uvec4 order = uvec4(pair(0u, 2u), pair(4u, 6u), pair(1u, 3u), pair(5u, 7u));
-            if (ORDER != 4u) order = order.xzyw;
+            uvec4 order;
+            if (ORDER == 16u) order = uvec4(pair(0u, 4u), pair(1u, 5u), pair(2u, 6u), pair(3u, 7u));
+            else order = uvec4(pair(0u, 2u), pair(4u, 6u), pair(1u, 3u), pair(5u, 7u));
+            if (ORDER == 8u) order = order.xzyw;
             if (QUADS == 0u) {
                 halves[place(t * m + row, c)] = order;
             } else {  // the words of four adjacent vectors, transposed

@@ -1,6 +1,12 @@
 // Rows of x whose range float16 cannot hold, for kernels of cooperative matrices: coop_prep stores zeros in their place,
 // marks them by a negative scale and keeps them as float32 behind the scales. Their products are computed one by one,
 // which is slow, and rare. Needs formats.glsl, BITS, ZERO and P, and the push constants m, np, blocks and group_blocks.
+// NUMBERS: what four codes stand for, if not themselves; NO_ZERO: what is subtracted from them without zero points.
+
+#ifndef NUMBERS
+#define NUMBERS(codes) codes
+#define NO_ZERO (BITS == 4u ? 8.0 : 0.0)
+#endif
 
 layout(set = 0, binding = 1) readonly buffer PlainW { uvec4 plain_w[]; };
 layout(set = 0, binding = 4) readonly buffer PlainX { vec4 plain_x[]; };  // scales [M], padded to fours; rows
@@ -18,11 +24,11 @@ float plain_product(uint row, uint words, uint n_, uint first, uint end) {
     float sum = 0.0;
     for (uint block = first; block < end; ++block) {
         uint parameter = block / group_blocks * np + n_;
-        float z = ZERO == 1u ? float(int(zero[parameter])) : (BITS == 4u ? 8.0 : 0.0);
+        float z = ZERO == 1u ? float(int(zero[parameter])) : NO_ZERO;
         float more = ZERO == 2u ? uintBitsToFloat(zero[parameter]) : 0.0;
         uint at = ((n_ >> 3) * blocks + block) * P * 8u + (n_ & 7u);
         for (uint word = 0u; word < 8u; ++word)
-            sum += dot(plain_x[from + block * 8u + word], (plain_codes(at, word) - z) * scale[parameter] + more);
+            sum += dot(plain_x[from + block * 8u + word], (NUMBERS(plain_codes(at, word)) - z) * scale[parameter] + more);
     }
     return sum;
 }

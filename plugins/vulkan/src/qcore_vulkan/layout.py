@@ -20,16 +20,18 @@ Weights of experts ``(E, N, K)`` are stored one below the other, as one of ``E *
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qcore import Format, QTensor, ScaleType, ZeroPoint
+from qcore import Element, Format, QTensor, ScaleType, ZeroPoint
 
 if TYPE_CHECKING:
     from .device import Buffer, Device
@@ -44,6 +46,7 @@ NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 """Kinds of zero points, as in the shaders: w = u s with u = q, (u - z) s, u s + z."""
 
 _KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLOAT_ZERO}
+_HALF_MAX = 65504.0
 _CHUNK = 1 << 24
 """Codes that are packed at a time."""
 
@@ -54,7 +57,7 @@ class Geometry:
 
     **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
     ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``; ``is_table``:
-    whether codes index a table.
+    whether codes index a table; ``in_halves``: whether the values of one are float16 numbers.
     """
 
     n: int
@@ -65,13 +68,14 @@ class Geometry:
     split: int
     zero_kind: int
     is_table: bool = False
+    in_halves: bool = False
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> Geometry:
         """The sizes for a weight that `why_not_packed` does not refuse."""
         group = _stored_group(format, k)
         split, element = -(-format.group(k) // group), format.element
-        kinds = (_KINDS[format.zero], not element.is_integer)
+        kinds = (_KINDS[format.zero], not element.is_integer, _in_halves(element))
         return cls(n, k, element.container_bits, group, -(-k // group), split, *kinds)
 
     @cached_property
@@ -98,6 +102,14 @@ class Geometry:
     def values(self) -> int:
         """Values of the table; 0 if there is none."""
         return 1 << self.bits if self.is_table else 0
+
+
+@lru_cache(maxsize=64)
+def _in_halves(element: Element) -> bool:
+    """Whether a table holds numbers of float16 only, apart from those that no weight has."""
+    values = [value for value in element.values or () if isfinite(value)]
+    exact = (abs(v) <= _HALF_MAX and struct.unpack("e", struct.pack("e", v)) == (v,) for v in values)
+    return bool(values) and all(exact)
 
 
 def _stored_group(format: Format, k: int) -> int:

@@ -287,7 +287,7 @@ class CoopF16(Single):
 
 @dataclass(frozen=True)
 class CoopFragments(Single):
-    """`coop_fragments`: int4 weights, on devices where `fragments.known`; ``splits`` of K, at most.
+    """`coop_fragments`: int4, or a table in float16, on devices where `fragments.known`; ``splits`` of K, at most.
 
     **Fields:** ``shape.kb``: blocks in a step, whatever their number; ``terms``: `TERMS` if x is float32.
     """
@@ -302,17 +302,18 @@ class CoopFragments(Single):
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, g = self.shape, geometry
         group = g.blocks if g.groups > 1 else 0
-        return s.owners * 32, s.bm, s.bn, s.kb, s.m, s.n, g.zero_kind, group, gcd(s.kb, group), self.terms
+        sizes = (s.owners * 32, s.bm, s.bn, s.kb, s.m, s.n)
+        return *sizes, g.zero_kind, group, gcd(s.kb, group), self.terms, g.values
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        del geometry
         s = self.shape
-        return s.owners * 32, 2 * self.terms * s.bm * (s.kb * 64 + 16) + 4
+        return s.owners * 32, 2 * self.terms * s.bm * (s.kb * 64 + 16) + 4 * (geometry.values**2 + 2)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms, quads=True)
         refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
+        refs[3] = part.table or refs[3]
         blocks, step = geometry.groups * geometry.blocks, self.shape.kb
         split = -(-blocks // (self.splits * step)) * step
         _append_parts(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
@@ -449,7 +450,8 @@ def _halves(
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
-    constants = (geometry.bits, lanes, dtype, int(aligned), terms, int(quads))
+    order = 16 if geometry.is_table else geometry.bits
+    constants = (order, lanes, dtype, int(aligned), terms, int(quads))
 
     def make() -> _Halves:
         halves, scales = b.scratch(terms * rows * columns * 2), b.scratch(16 * -(-m // 4) + plain)

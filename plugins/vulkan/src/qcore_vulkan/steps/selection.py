@@ -136,11 +136,13 @@ def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
 
 
 def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
+    narrow = problem.x_dtype != torch.float32
+    terms = 1 if narrow or problem.coarse else TERMS
+    tile = _matrix(description, "f16", "f32")
     if problem.geometry.is_table:
+        yield from _fragments(terms, description, problem, tile)
         yield from map(SharedFloat, _by_time(_FLOAT, description, problem))
         return
-    narrow = problem.x_dtype != torch.float32
-    tile = _matrix(description, "f16", "f32")
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
         yield from _coop_gemv(description, problem)
     digits: list[Kernel] = []
@@ -150,7 +152,7 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     if digits_first:
         yield from digits
     if tile is not None:
-        yield from _coop_float(description, problem, tile, 1 if narrow or problem.coarse else TERMS)
+        yield from _coop_float(description, problem, tile, terms)
     if not digits_first:
         yield from digits
     for shape in _by_time(_FLOAT, description, problem):
@@ -160,10 +162,8 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
 def _coop_float(
     description: Description, problem: GemmProblem, tile: tuple[int, int, int], terms: int
 ) -> Iterator[Kernel]:
-    g = problem.geometry
-    if g.bits == 4 and tile == (16, 16, 16) and (g.n >= _WIDE or problem.m * g.n > _FEW_RESULTS):
-        for shape, splits in _fragments(terms, description, problem):
-            yield CoopFragments(shape, splits, terms)
+    if problem.geometry.n >= _WIDE or problem.m * problem.geometry.n > _FEW_RESULTS:
+        yield from _fragments(terms, description, problem, tile)
     by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
     for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
         yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
@@ -235,9 +235,13 @@ def _coop_by_time(
             yield shape, splits
 
 
-def _fragments(terms: int, description: Description, problem: GemmProblem) -> Iterator[tuple[TileShape, int]]:
-    """Tiles of `CoopFragments` with splits of K, in ascending order of the time that they should take."""
+def _fragments(
+    terms: int, description: Description, problem: GemmProblem, tile: tuple[int, int, int] | None
+) -> Iterator[Kernel]:
+    """`CoopFragments` with splits of K, in ascending order of the time that they should take."""
     cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
+    if tile != (16, 16, 16) or g.bits != 4 or g.is_table != g.in_halves:
+        return
 
     def time(one: tuple[TileShape, float, int]) -> float:
         shape, pace, splits = one
@@ -255,7 +259,7 @@ def _fragments(terms: int, description: Description, problem: GemmProblem) -> It
     for shape, _, splits in found:
         if shape not in seen:
             seen.add(shape)
-            yield shape, splits
+            yield CoopFragments(shape, splits, terms)
 
 
 def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem) -> list[TileShape]:
