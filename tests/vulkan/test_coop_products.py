@@ -17,7 +17,7 @@ from qcore_vulkan.steps import fragments, selection
 from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, TileShape
 
 SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
-TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wfp4a16-g64")
+TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wfp4a16-g64-fzp")
 INT4_SCHEMES = ("w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256")
 SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
 

@@ -59,10 +59,10 @@ layout(set = 0, binding = 1) readonly buffer W { uint w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 2) readonly buffer Scale2 { vec2 scale2[]; };
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
-layout(set = 0, binding = 3) readonly buffer Table { float table[]; };  // [VALUES], if there is one
 layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M], see plain_rows.glsl
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
+layout(set = 0, binding = 8) readonly buffer Table { float table[]; };  // [VALUES], if there is one
 
 #define NO_ZERO (VALUES != 0u ? 0.0 : 8.0)
 #define NUMBERS(codes) numbers_of(codes)

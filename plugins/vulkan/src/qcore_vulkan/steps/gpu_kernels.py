@@ -313,7 +313,7 @@ class CoopFragments(Single):
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms, quads=True)
         refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
-        refs[3] = part.table or refs[3]
+        refs.append(part.table or halves.codes)
         blocks, step = geometry.groups * geometry.blocks, self.shape.kb
         split = -(-blocks // (self.splits * step)) * step
         _append_parts(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
