@@ -83,7 +83,8 @@ def _of_frame(frame: FrameType) -> tuple[str, Sequence[Write]]:
     code = frame.f_code
     if code.co_name.startswith("torch_dynamo_resume_in"):
         return "torch runs code before the graph", ()
-    names: list[str] = []
+    stored: list[str] = []
+    given: list[str] = []
     by_function = False
     for step in dis.get_instructions(code):
         if step.opname in _WRITES:
@@ -91,11 +92,18 @@ def _of_frame(frame: FrameType) -> tuple[str, Sequence[Write]]:
         if str(step.argval).startswith("__resume_at"):
             return "torch runs code after the graph", ()
         by_function = by_function or step.argval == _SETTER
-        given = by_function and step.opname == "LOAD_CONST" and isinstance(step.argval, str)
-        if given or step.opname == "STORE_ATTR":
-            names.append(step.argval)
+        if step.opname == "STORE_ATTR":
+            stored.append(step.argval)
+        elif by_function and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
+            given.append(step.argval)
+    writes = [Write(name, before) for name, before in zip(stored + given, _before(frame, stored + given), strict=True)]
+    # Strings may be other than names of attributes, and those of results that the call makes.
+    return "", [write for i, write in enumerate(writes) if write.before or i < len(stored)]
+
+
+def _before(frame: FrameType, names: Sequence[str]) -> Iterator[Sequence[tuple[Any, Any]]]:
     owners = _owners(frame)
-    return "", [Write(name, [(one, vars(one)[name]) for one in owners if name in vars(one)]) for name in names]
+    return ([(one, vars(one)[name]) for one in owners if name in vars(one)] for name in names)
 
 
 def _owners(frame: FrameType) -> list[Any]:
