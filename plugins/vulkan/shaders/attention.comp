@@ -290,21 +290,13 @@ bool is_last(uint lane) {
     return before + 1u == gl_NumWorkGroups.z;
 }
 
+#define TOTAL(split, row) totals[place_of(split, row)]
+#define SUM(split, row, four) partial[place_of(split, row) * V4 + (four)]
+#include "attention_splits.glsl"
+
 // Four columns of a row from the sums of all splits.
 void join(uint row, uint four, uint batch, uint head) {
-    float largest = LOWEST;
-    for (uint s = 0u; s < gl_NumWorkGroups.z; ++s) largest = max(largest, totals[place_of(s, row)].x);
-    float all_weight = 0.0;
-    vec4 sum = vec4(0.0);
-    for (uint s = 0u; s < gl_NumWorkGroups.z; ++s) {
-        vec2 of_split = totals[place_of(s, row)];
-        vec4 own = partial[place_of(s, row) * V4 + four];
-        float less = of_split.x == LOWEST ? 0.0 : exp2(of_split.x - largest);
-        all_weight += of_split.y * less;
-        // Not a product with 0: what a split without keys has added up may be anything but is not needed.
-        if (less != 0.0) sum += own * less;
-    }
-    store(row, four, sum * (all_weight == 0.0 ? 0.0 : 1.0 / all_weight), batch, head);
+    store(row, four, of_splits(gl_NumWorkGroups.z, row, four), batch, head);
 }
 #endif
 

@@ -1,6 +1,7 @@
 // Results of attention from the sums of each split of the keys: a lane per four columns of a row.
 
 #version 450
+#extension GL_GOOGLE_include_directive : require
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 
@@ -17,24 +18,16 @@ layout(binding = 1) readonly buffer Totals { vec2 totals[]; };  // [split][row]:
 layout(binding = 7) writeonly buffer Result { float result[]; };
 
 #define LOWEST uintBitsToFloat(0xff800000u)
+#define TOTAL(split, row) totals[(split) * push.rows + (row)]
+#define SUM(split, row, four) sums[((split) * push.rows + (row)) * push.fours + (four)]
+#include "attention_splits.glsl"
 
 void main() {
     uint at = (gl_WorkGroupID.x + gl_WorkGroupID.y * gl_NumWorkGroups.x) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     uint row = at / push.fours;
     uint four = at % push.fours;
     if (row >= push.rows) return;
-    float most = LOWEST;
-    for (uint s = 0u; s < push.splits; ++s) most = max(most, totals[s * push.rows + row].x);
-    float total = 0.0;
-    vec4 sum = vec4(0.0);
-    for (uint s = 0u; s < push.splits; ++s) {
-        vec2 of_split = totals[s * push.rows + row];
-        float less = of_split.x == LOWEST ? 0.0 : exp2(of_split.x - most);
-        total += of_split.y * less;
-        // Not a product with 0: what a split without keys has added up may be anything but is not needed.
-        if (less != 0.0) sum += sums[(s * push.rows + row) * push.fours + four] * less;
-    }
-    sum *= total == 0.0 ? 0.0 : 1.0 / total;
+    vec4 sum = of_splits(push.splits, row, four);
     uint own = row % push.of_head;
     uint pair = row / push.of_head;
     uint query_head = pair % push.heads * push.shared_by + own % push.shared_by;
