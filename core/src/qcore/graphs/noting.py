@@ -12,37 +12,54 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType, NoneType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from .snapshots import changes, snapshot
+
 _calls = threading.local()
 
 
-class Write(NamedTuple):
-    """An attribute that a call writes: its name, and what objects that may be meant held under it before."""
+class Globals:
+    """What the code of a function names in its module and, through that, in other modules and classes, as it was."""
 
-    name: str
-    before: Sequence[tuple[Any, Any]]
+    def __init__(self, frame: FrameType) -> None:
+        code = frame.f_code
+        self._names, self._known = code.co_names, frame.f_globals
+        self._words = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+        self._before = snapshot(self._roots())
 
-    def changed(self) -> bool:
-        """Whether it may have changed something: it has not if each of them holds the plain value of before."""
-        same = [isinstance(value, _PLAIN) and getattr(owner, self.name, _NONE) is value for owner, value in self.before]
-        return not same or not all(same)
+    def changed(self) -> str:
+        """What is another now; empty if nothing is."""
+        return next(iter(changes(self._before, snapshot(self._roots()))), "")
+
+    def _roots(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        passed: list[Any] = []
+        queue = [(name, self._known[name]) for name in self._names if name in self._known]
+        while queue:
+            path, one = queue.pop()
+            if not isinstance(one, (ModuleType, type)):
+                found[path] = one
+            elif not any(one is other for other in passed):
+                passed.append(one)
+                queue += [(f"{path}.{word}", vars(one)[word]) for word in self._words if word in vars(one)]
+        return {path: one for path, one in found.items() if not path.startswith(_GRAPH)}
 
 
 class Note(NamedTuple):
     """**Fields:** ``graph``; its arguments and results; ``beside``: what else the call does, empty if nothing.
 
-    ``writes``: attributes that it writes after the graph.
+    ``around``: what it may change by name, if it is one function that torch has made.
     """
 
     graph: Callable[..., Any]
     values: Sequence[Any]
     results: Sequence[Any]
     beside: str
-    writes: Sequence[Write]
+    around: Globals | None
 
 
 def note_call(graph: Callable[..., Any], values: Sequence[Any], results: Sequence[Any]) -> None:
@@ -64,56 +81,63 @@ def noted() -> Iterator[list[Note]]:
         _calls.notes, _calls.until = before, None
 
 
-def _beside(frame: FrameType | None) -> tuple[str, Sequence[Write]]:
-    """What the frames above the graph do besides calling it, and the attributes that they write."""
+def _beside(frame: FrameType | None) -> tuple[str, Globals | None]:
+    """What the frames above the graph do besides calling it, and what they may change by name."""
     made: list[FrameType] = []
     while frame is not None and frame is not _calls.until:
         code = frame.f_code
-        if any(name.startswith("__compiled_fn") for name in code.co_names):
+        if any(name.startswith(_GRAPH) for name in code.co_names):
             made.append(frame)
         elif code.co_filename not in _TORCH or code.co_name == "inner":  # which runs hooks
-            return f"{code.co_name} in {Path(code.co_filename).name} calls it, which torch has not compiled", ()
+            return f"{code.co_name} in {Path(code.co_filename).name} calls it, which torch has not compiled", None
         frame = frame.f_back
     if len(made) != 1:
-        return f"it is called by {len(made)} functions that torch has made, where one is expected", ()
-    return _of_frame(made[0])
+        return f"it is called by {len(made)} functions that torch has made, where one is expected", None
+    return _of_code(made[0].f_code), Globals(made[0])
 
 
-def _of_frame(frame: FrameType) -> tuple[str, Sequence[Write]]:
-    code = frame.f_code
+def _of_code(code: CodeType) -> str:
     if code.co_name.startswith("torch_dynamo_resume_in"):
-        return "torch runs code before the graph", ()
-    stored: list[str] = []
-    given: list[str] = []
-    by_function = False
+        return "torch runs code before the graph"
+    if _SETTER in (*code.co_names, *code.co_consts) and "cell_contents" in code.co_names:
+        return "it writes attributes of what a closure holds"
+    of_globals = _Owners()
     for step in dis.get_instructions(code):
         if step.opname in _WRITES:
-            return f"it writes {step.argval!r} ({step.opname})", ()
+            return f"it writes {step.argval!r} ({step.opname})"
         if str(step.argval).startswith("__resume_at"):
-            return "torch runs code after the graph", ()
-        by_function = by_function or step.argval == _SETTER
-        if step.opname == "STORE_ATTR":
-            stored.append(step.argval)
-        elif by_function and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
-            given.append(step.argval)
-    writes = [Write(name, before) for name, before in zip(stored + given, _before(frame, stored + given), strict=True)]
-    # Strings may be other than names of attributes, and those of results that the call makes.
-    return "", [write for i, write in enumerate(writes) if write.before or i < len(stored)]
+            return "torch runs code after the graph"
+        if step.opname == "STORE_ATTR" and not of_globals.is_top():
+            return f"it writes {step.argval!r} ({step.opname})"
+        of_globals.follow(step)
+    return ""
 
 
-def _before(frame: FrameType, names: Sequence[str]) -> Iterator[Sequence[tuple[Any, Any]]]:
-    owners = _owners(frame)
-    return ([(one, vars(one)[name]) for one in owners if name in vars(one)] for name in names)
+class _Owners:
+    """Which values on the stack of a function are objects that it names in its module, or attributes of such."""
 
+    def __init__(self) -> None:
+        self._stack: list[bool] = []
+        self._locals: dict[Any, bool] = {}
 
-def _owners(frame: FrameType) -> list[Any]:
-    """The objects with attributes that a function finds by name in its own module or in another."""
-    names, known = frame.f_code.co_names, frame.f_globals
-    found = {id(one): one for name in names if (one := known.get(name)) is not None}
-    for module in [one for one in found.values() if isinstance(one, ModuleType)]:
-        inner = (vars(module).get(name) for name in names)
-        found.update({id(one): one for one in inner if one is not None})
-    return [one for one in found.values() if hasattr(one, "__dict__") and not isinstance(one, ModuleType | type)]
+    def is_top(self) -> bool:
+        return bool(self._stack) and self._stack[-1]
+
+    def follow(self, step: dis.Instruction) -> None:
+        """Another instruction; of those that are not listed all results are other objects."""
+        top = self.is_top()
+        depth = max(len(self._stack) + dis.stack_effect(step.opcode, step.arg, jump=False), 0)
+        if step.opname == "STORE_FAST":
+            self._locals[step.argval] = top
+        if step.opname == "SWAP" and step.arg and step.arg <= len(self._stack):
+            self._stack[-1], self._stack[-step.arg] = self._stack[-step.arg], self._stack[-1]
+            return
+        self._stack = [*self._stack[:depth], *[False] * (depth - len(self._stack))]
+        if step.opname.startswith(("STORE", "POP", "DELETE")) or not self._stack:
+            return
+        known = step.opname == "LOAD_FAST" and self._locals.get(step.argval, False)
+        kept = top and (step.opname in ("LOAD_ATTR", "DUP_TOP") or (step.opname == "COPY" and step.arg == 1))
+        self._stack[-1] = step.opname == "LOAD_GLOBAL" or known or kept
 
 
 _INSIDE = Path(torch.__file__).parent
@@ -123,6 +147,6 @@ _WRITES = frozenset(
     f"{verb}_{what}" for verb in ("STORE", "DELETE") for what in ("ATTR", "SUBSCR", "SLICE", "GLOBAL", "DEREF", "NAME")
 ) - {"STORE_ATTR"}
 _SETTER = "object_setattr_ignore_descriptor"
-"""By which torch 2.13 writes attributes; the name is a constant of the code."""
-_PLAIN = (bool, int, float, str, NoneType)
-_NONE = object()
+"""By which torch 2.13 writes attributes."""
+_GRAPH = "__compiled_fn"
+"""How the names of captured graphs begin."""

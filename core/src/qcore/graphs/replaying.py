@@ -89,8 +89,8 @@ def _check_alone(notes: Sequence[Note]) -> None:
             "(TORCH_LOGS=recompiles,graph_breaks says why)."
         )
     beside = notes[0].beside if len(notes) == 1 else f"this call ran {len(notes)} graphs"
-    if written := next((write.name for write in notes[0].writes if write.changed()), ""):
-        beside = beside or f"it writes {written!r}"
+    if not beside and notes[0].around is not None and (changed := notes[0].around.changed()):
+        beside = f"it changes {changed}"
     if beside:
         raise UnsupportedError(
             f"a replay repeats one graph, and that is not all this call does: {beside}. TORCH_LOGS=graph_breaks says "
