@@ -282,13 +282,7 @@ def _cells(
     cell: Cell, kernel: Any, nbytes: int, rates: dict[str, float], alone: float, whole: float, error: float
 ) -> list[str]:
     tera = 2e-6 * cell.m * cell.k * cell.n
-    unit = {
-        "coop_f16": "matrix f16",
-        "coop_fragments": "matrix f16",
-        "coop_int8": "matrix int8",
-        "gemm_int_shared_dot": "dot",
-    }
-    peak = rates.get(unit.get(kernel.variant, "float32" if "float" in kernel.variant else ""), float("inf"))
+    peak = rates.get(_UNIT.get(kernel.variant, "float32" if "float" in kernel.variant else ""), float("inf"))
     work = tera * getattr(kernel, "terms", 1)
     roof = f"{max(nbytes * 1e-6 / rates['read'], work / peak) / alone:.0%}" if rates else "-"
     speed, unit_ = (tera / alone, "op/s") if cell.m > 16 else (nbytes / alone * 1e-6, "B/s")

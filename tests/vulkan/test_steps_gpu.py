@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vulkan_problems import assert_right, bring, drawn, place, run_conv2d, run_linear, vulkan  # noqa: F401
 
 import qcore
-from qcore import Format, QTensor
+from qcore import Element, Format, QTensor
 from qcore.contracts import CONV2D, LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_vulkan import layout, native, steps
@@ -210,15 +210,36 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
             assert "gemv" not in first(rich, op, m, "int8", torch.bfloat16).variant
 
 
-def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich):
-    for fmt, variant, expected in (("int8-g128", "coop_f16", (4, 4, 2, 1)), ("int4-g128", "coop_fragments", None)):
-        found = [first(rich, "gemm_float", m, fmt, torch.bfloat16, 4096, 14336) for m in (48, 128, 256, 512)]
-        assert {kernel.variant for kernel in found} == {variant}
-        assert [kernel.splits for kernel in found] == list(expected or [kernel.splits for kernel in found])
-        assert found[0].splits >= 4 >= found[1].splits >= found[2].splits >= found[3].splits == 1
-        for kernel, m in zip(found, (48, 128, 256, 512), strict=True):
-            x, y, _ = kernel.shape.groups(m, 4096)
-            assert x * y * kernel.splits <= 2 * 132
+@pytest.mark.parametrize(
+    ("fmt", "variant", "parts"),
+    [("int8-g128", "coop_f16", (4, 4, 2, 1)), ("int4-g128", "coop_fragments", (4, 4, 1, 1))],
+)
+def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich, fmt, variant, parts):
+    for m, splits in zip((48, 128, 256, 512), parts, strict=True):
+        kernel = first(rich, "gemm_float", m, fmt, torch.bfloat16, 4096, 14336)
+        assert (kernel.variant, kernel.splits) == (variant, splits)
+        x, y, _ = kernel.shape.groups(m, 4096)
+        assert x * y * splits <= 2 * 132
+
+
+@pytest.mark.parametrize("fmt", ["int8-g128", "int4-g128"])
+def test_partial_results_fit_into_scratch_memory(rich, fmt):
+    for m, n in ((512, 128256), (2048, 32768), (8192, 8192)):
+        asked = problem("gemm_float", m, fmt, torch.float32, n, 65536)
+        for kernel in selection.candidates(rich, asked):
+            splits = getattr(kernel, "splits", 1)
+            assert splits == 1 or 4 * splits * m * n <= 128 << 20
+
+
+def test_tables_whose_second_term_would_be_subnormal_stay_in_float32():
+    for values, in_halves in (
+        ([0.0, 0.125, -6.0, 65504.0], True),
+        ([0.0, 0.0625, 1.0, 2.0], False),
+        ([0.1] * 4, False),
+    ):
+        assert layout._in_halves(Element.table("trial", values)) is in_halves
+    assert layout._in_halves(Element.table("trial", [float("nan"), 0.5, 1.0, 2.0]))
+    assert not layout._in_halves(Element.integer(4))
 
 
 @pytest.mark.parametrize("terms", [1, 2])

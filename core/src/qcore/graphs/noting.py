@@ -114,32 +114,49 @@ def _of_code(code: CodeType) -> str:
 
 
 class _Owners:
-    """Which values on the stack of a function are objects that it names in its module, or attributes of such."""
+    """Which values on the stack of a function are objects that it names in its module, or attributes of such.
+
+    Takes instructions in their order. Where one jumps, the stack is what it leaves there.
+    """
 
     def __init__(self) -> None:
         self._stack: list[bool] = []
         self._locals: dict[Any, bool] = {}
+        self._at: dict[int, list[bool]] = {}
+        self._left = False  # whether the last instruction goes on elsewhere
 
     def is_top(self) -> bool:
         return bool(self._stack) and self._stack[-1]
 
     def follow(self, step: dis.Instruction) -> None:
         """Another instruction; of those that are not listed all results are other objects."""
-        top = self.is_top()
-        depth = max(len(self._stack) + dis.stack_effect(step.opcode, step.arg, jump=False), 0)
+        jumped = self._at.get(step.offset)
+        if jumped is not None:
+            both = zip(jumped, self._stack, strict=False)
+            self._stack = jumped if self._left else [one and other for one, other in both]
+        if step.opcode in _JUMPS:
+            self._at[step.argval] = self._after(step, jump=True)
+        self._left = step.opname.startswith(_LEAVING)
+        self._stack = self._after(step, jump=False)
+
+    def _after(self, step: dis.Instruction, *, jump: bool) -> list[bool]:
+        top, stack = self.is_top(), [*self._stack]
         if step.opname == "STORE_FAST":
             self._locals[step.argval] = top
-        if step.opname == "SWAP" and step.arg and step.arg <= len(self._stack):
-            self._stack[-1], self._stack[-step.arg] = self._stack[-step.arg], self._stack[-1]
-            return
-        self._stack = [*self._stack[:depth], *[False] * (depth - len(self._stack))]
-        if step.opname.startswith(("STORE", "POP", "DELETE")) or not self._stack:
-            return
-        known = step.opname == "LOAD_FAST" and self._locals.get(step.argval, False)
-        kept = top and (step.opname in ("LOAD_ATTR", "DUP_TOP") or (step.opname == "COPY" and step.arg == 1))
-        self._stack[-1] = step.opname == "LOAD_GLOBAL" or known or kept
+        if step.opname == "SWAP" and step.arg and step.arg <= len(stack):
+            stack[-1], stack[-step.arg] = stack[-step.arg], stack[-1]
+            return stack
+        depth = max(len(stack) + dis.stack_effect(step.opcode, step.arg, jump=jump), 0)
+        stack = [*stack[:depth], *[False] * (depth - len(stack))]
+        if stack and not step.opname.startswith(("STORE", "POP", "DELETE", "FOR", "JUMP")):
+            known = step.opname == "LOAD_FAST" and self._locals.get(step.argval, False)
+            kept = top and (step.opname in ("LOAD_ATTR", "DUP_TOP") or (step.opname == "COPY" and step.arg == 1))
+            stack[-1] = step.opname == "LOAD_GLOBAL" or known or kept
+        return stack
 
 
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_LEAVING = ("JUMP_BACKWARD", "JUMP_FORWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
 _INSIDE = Path(torch.__file__).parent
 _TORCH = frozenset(map(str, (_INSIDE / "_dynamo" / "eval_frame.py", _INSIDE / "nn" / "modules" / "module.py")))
 """Files whose functions only pass calls on."""

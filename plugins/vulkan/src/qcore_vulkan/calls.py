@@ -60,7 +60,7 @@ def linear(
     """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides to ``(M, N)``; ``given``: per token, ``(M,)``, by name."""
     m, n = x.shape[0], resident.n
     x = in_rows(x)
-    y = torch.empty((m, n), dtype=form.out_dtype)
+    y = torch.empty((m, n), dtype=form.out_dtype, device="cpu")
     buffer = None if bias is None else resident.biases.buffer(bias)
     names, tensors = tuple(given), [per_token(name, value, m) for name, value in given.items()]
 
@@ -109,7 +109,7 @@ def grouped_linear(x: Tensor, offsets: Tensor, resident: Resident, bias: Tensor 
     rows, n, experts = x.shape[0], resident.n, resident.weight.experts
     check_offsets(offsets, experts, rows)
     x, ends = in_rows(x), contiguous(offsets)
-    y = torch.empty((rows, n), dtype=form.out_dtype)
+    y = torch.empty((rows, n), dtype=form.out_dtype, device="cpu")
     buffer = None if bias is None else resident.biases.buffer(bias)
 
     def run(start: int, stop: int) -> None:
@@ -172,7 +172,7 @@ def embedding(indices: Tensor, resident: Resident, out_dtype: torch.dtype) -> Te
     Raises `IndexError` for an index outside ``0..V-1``.
     """
     flat = indices_of(indices, resident.n)
-    y = torch.empty((flat.shape[0], resident.k), dtype=out_dtype)
+    y = torch.empty((flat.shape[0], resident.k), dtype=out_dtype, device="cpu")
 
     def run(start: int, stop: int) -> None:
         key = ("embedding", stop - start, out_dtype)
@@ -201,7 +201,7 @@ def conv2d(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, geome
     """X ``(B, IC, H, W)`` to ``(B, OC, OH, OW)``, channels last."""
     batch, _, *size = x.shape
     height, width = geometry.output(*size)
-    y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype)
+    y = torch.empty((batch, height, width, resident.n), dtype=form.out_dtype, device="cpu")
     buffer = None if bias is None else resident.biases.buffer(bias)
 
     def fits(sizes: Sizes) -> bool:

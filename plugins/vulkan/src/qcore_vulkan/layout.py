@@ -46,7 +46,7 @@ NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 """Kinds of zero points, as in the shaders: w = u s with u = q, (u - z) s, u s + z."""
 
 _KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLOAT_ZERO}
-_HALF_MAX = 65504.0
+_HALF_MIN, _HALF_MAX = 2.0**-3, 65504.0
 _CHUNK = 1 << 24
 """Codes that are packed at a time."""
 
@@ -57,7 +57,8 @@ class Geometry:
 
     **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
     ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``; ``is_table``:
-    whether codes index a table; ``in_halves``: whether the values of one are float16 numbers.
+    whether codes index a table; ``in_halves``: whether cooperative matrices hold the
+    values of one.
     """
 
     n: int
@@ -106,9 +107,14 @@ class Geometry:
 
 @lru_cache(maxsize=64)
 def _in_halves(element: Element) -> bool:
-    """Whether a table holds numbers of float16 only, apart from those that no weight has."""
+    """Whether a table, apart from what no weight has, holds numbers of float16 that are normal ones by 2^-11, too.
+
+    That is how they are multiplied with the second term of a float32 x.
+    """
     values = [value for value in element.values or () if isfinite(value)]
-    exact = (abs(v) <= _HALF_MAX and struct.unpack("e", struct.pack("e", v)) == (v,) for v in values)
+    exact = (
+        v == 0 or (_HALF_MIN <= abs(v) <= _HALF_MAX and struct.unpack("e", struct.pack("e", v)) == (v,)) for v in values
+    )
     return bool(values) and all(exact)
 
 

@@ -55,7 +55,7 @@ class Recorded:
             flat = indices_of(x, self.residents[0].n)
         else:
             flat = pixels_of(x) if first.kind == IMAGE else in_rows(x.reshape(first.matrix))
-        y = torch.empty(last.matrix, dtype=last.dtype)
+        y = torch.empty(last.matrix, dtype=last.dtype, device="cpu")
         self.program.run([flat], [y])
         if last.kind != IMAGE:
             return y.view(last.shape)

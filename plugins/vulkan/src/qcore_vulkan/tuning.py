@@ -30,7 +30,7 @@ def tune_linear(x: Tensor, resident: Resident, bias: Tensor | None, form: Form, 
     problem = GemmProblem.of(form.activation, x.shape[0], resident.weight.geometry, (x.dtype, out_dtype))
     weights = _copies(resident)
     inputs = [in_rows(x), *(per_token(name, value, x.shape[0]) for name, value in given.items())]
-    y = torch.empty((x.shape[0], resident.n), dtype=form.out_dtype)
+    y = torch.empty((x.shape[0], resident.n), dtype=form.out_dtype, device="cpu")
     buffer = None if bias is None else resident.biases.buffer(bias)
     times = {}
     for kernel in list(selection.usable(device, problem)):

@@ -174,8 +174,8 @@ class Lowering:
         self._update()
         back = [(self._given[i], self._part.inputs[i].example) for i in undeferred(self._part)]
         outputs += [self._output(_whole(given, example)) for given, example in back]  # type: ignore[arg-type]
-        returned = [torch.empty(example.shape, dtype=host_dtype(example.dtype)) for _, example in back]
-        flags = None if self._flags is None else torch.zeros(1, dtype=torch.int32)
+        returned = [torch.empty(example.shape, dtype=host_dtype(example.dtype), device="cpu") for _, example in back]
+        flags = None if self._flags is None else torch.zeros(1, dtype=torch.int32, device="cpu")
         if self._flags is not None:
             outputs.append(Place(self._flags, 1, 4, 4))
         program = self.b.program(inputs, outputs, each=os.environ.get("QCORE_VULKAN_STEP_TIMES") == "1")

@@ -81,7 +81,7 @@ class Program:
         device, given, held = self._placed(values)
         recorded = self._program(device, given)
         inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
-        outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype)) for like in self._results]
+        outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype), device="cpu") for like in self._results]
         recorded.program.run(inputs, outputs)
         tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
         for at in self._deferred:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..builder import Builder, Place
+from ..description import Description
 from ..device import Device
 from ..native import Unsupported
 
@@ -42,12 +43,17 @@ def known(device: Device) -> bool:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():  # kernels are selected while torch traces with tensors without values, too
-            found = _known[device] = device.description.subgroup.control and _has_places(device)
+            found = _known[device] = _may_have(device.description) and _has_places(device)
     return found
 
 
+def _may_have(description: Description) -> bool:
+    shapes = ((x.m, x.n, x.k, x.a, x.b, x.c, x.scope) for x in description.cooperative_matrix)
+    return description.subgroup.control and (16, 16, 16, "f16", "f16", "f32", "subgroup") in shapes
+
+
 def _has_places(device: Device) -> bool:
-    b, places = Builder(device), torch.zeros((1, PLACES.size), dtype=torch.int32)
+    b, places = Builder(device), torch.zeros((1, PLACES.size), dtype=torch.int32, device="cpu")
     ref = b.scratch(places.nbytes)
     try:
         b.dispatch("coop_layout", (), (1, 1, 1), [], [ref], subgroup=_LANES)

@@ -9,6 +9,7 @@ import torch
 
 from .. import native
 from ..builder import Builder, Ref
+from ..description import Limits
 
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Element types as numbered in the shaders."""
@@ -102,10 +103,14 @@ def local(b: Builder, x: Rows) -> Rows:
     return replace(x, ref=ref)
 
 
+def largest_piece(limits: Limits) -> int:
+    """Bytes of scratch memory that one step may use for a result or a copy of its rows."""
+    return min(_LARGEST, limits.max_storage_range, limits.max_allocation)
+
+
 def row_parts(b: Builder, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """(start, count) of parts of the rows for which scratch memory of ``row_bytes`` per row stays within limits."""
-    limits = b.device.description.limits
-    largest = min(_LARGEST, limits.max_storage_range, limits.max_allocation)
+    largest = largest_piece(b.device.description.limits)
     step = max(1, min(_MOST, largest // max(1, row_bytes)) // PART) * PART
     for start in range(0, rows, step):
         mark = b.mark()

@@ -1,7 +1,7 @@
 """Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
 One row of float32: `RowGemv`. Other float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv`
-for a few rows, `CoopFragments` (int4) or `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8
+for a few rows, `CoopFragments` or `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8
 activations: `Digits`, then `CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes
 were measured on an H200.
 """
@@ -35,6 +35,7 @@ from .gpu_kernels import (
 )
 from .problem import GemmKernel, GemmProblem
 from .row_kernel import RowGemv, row_kernels
+from .rows import largest_piece
 
 FEW = 8
 """Up to this many rows, kernels are bound by reading the weight, and read it once."""
@@ -65,8 +66,8 @@ _FRAGMENTS = {
 }
 """By the terms of x: tiles of `CoopFragments`, and nanoseconds that a core takes for one and a column of K."""
 _WIDE, _FEW_RESULTS = 1024, 40_000
-"""Rows of the weight from which `CoopFragments` is faster than the smaller tiles of `CoopF16`; and, of fewer rows,
-numbers of a result."""
+"""`CoopFragments` is faster from this many rows of the weight, or from this many results; below, the smaller tiles of
+`CoopF16` are."""
 _CORES = 32
 """Assumed if the driver does not report a number."""
 
@@ -211,7 +212,13 @@ def _coop_shapes(
     for shape in sorted(shapes, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
         x, y, _ = shape.groups(m, n)
         room = cores * (128 // shape.bm) // (x * y)  # a core runs several small tiles at once
-        yield shape, next((splits for splits in (8, 4, 2) if splits <= room), 1)
+        yield shape, next((splits for splits in reversed(_parts(description, problem)) if splits <= max(room, 1)), 1)
+
+
+def _parts(description: Description, problem: GemmProblem) -> list[int]:
+    """Splits of K whose partial results fit into scratch memory."""
+    most = largest_piece(description.limits)
+    return [splits for splits in (1, 2, 4, 8) if splits == 1 or 4 * splits * problem.m * problem.geometry.n <= most]
 
 
 def _coop_by_time(
@@ -227,7 +234,7 @@ def _coop_by_time(
         tiles = -(-x * y * splits // cores) * shape.bm * shape.bn * columns * (1 + 32 / shape.bm + 32 / shape.bn)
         return tiles * _PRODUCT + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
 
-    found = sorted(((shape, splits) for shape in shapes for splits in (1, 2, 4, 8)), key=time)
+    found = sorted(((shape, splits) for shape in shapes for splits in _parts(description, problem)), key=time)
     seen: set[TileShape] = set()
     for shape, splits in found:
         if shape not in seen:
@@ -253,7 +260,7 @@ def _fragments(
         columns = g.columns / splits + 65  # the first step and the results overlap with nothing
         return 1e-3 * rounds * pace * columns + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
 
-    parts = [splits for splits in (1, 2, 4, 8) if splits == 1 or g.columns >= 512 * splits]
+    parts = [splits for splits in _parts(description, problem) if splits == 1 or g.columns >= 512 * splits]
     found = sorted(((*one, splits) for one in _FRAGMENTS[terms] for splits in parts), key=time)
     seen: set[TileShape] = set()
     for shape, _, splits in found:
