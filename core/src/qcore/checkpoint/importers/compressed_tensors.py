@@ -45,6 +45,8 @@ from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
+_KEEPS_ZEROS, _CROSSES_WORDS = 10, 20
+"""Versions 0.x of the tool: earlier ones left out zero points that are all 0, and let no code cross words."""
 _UNUSED = (".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
 
 
@@ -131,7 +133,8 @@ def _check_parts(layer: _Layer) -> None:
     kind = "int" if codes in (torch.int32, torch.int8) else "float"
     if layer.group.kind not in ("", kind):
         raise LayerRefused(f"its codes are {dtype_name(codes)}, but its settings say {layer.group.kind[:20]!r}")
-    if not layer.group.symmetric and kind == "int" and "weight_zero_point" not in names:
+    lost = not layer.group.symmetric and kind == "int" and "weight_zero_point" not in names
+    if lost and not _is_before(layer.source, _KEEPS_ZEROS):
         raise LayerRefused("its settings say asymmetric, but it has no zero points")
 
 
@@ -200,16 +203,16 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
         raise LayerRefused(f"its weight_shape is {entry.dtype} of shape {entry.shape}")
     rows, k = (int(size) for size in layer.source.read(name))
     if rows == n and k > 0 and -(-k // (32 // bits)) == words:
-        return k, -(-k * bits // 32) != words or _is_old(layer.source)
+        return k, -(-k * bits // 32) != words or _is_before(layer.source, _CROSSES_WORDS)
     if rows != n or not 0 < k <= most or -(-k * bits // 32) != words:
         raise LayerRefused(f"its weight_shape {(rows, k)} does not match weight_packed {(n, words)} with {bits} bits")
     return k, False
 
 
-def _is_old(source: Source) -> bool:
-    """Whether a version of the tool wrote the file that lets no code cross words; few numbers of columns need this."""
+def _is_before(source: Source, minor: int) -> bool:
+    """Whether version 0.x of the tool with x below ``minor`` wrote the file."""
     version = re.match(r"0\.(\d{1,4})(\D|$)", str(source.settings.get("version", "")))
-    return version is not None and int(version[1]) < 20
+    return version is not None and int(version[1]) < minor
 
 
 def _groups(layer: _Layer, n: int) -> int:
