@@ -157,6 +157,17 @@ def test_zero_points_are_not_cast(tmp_path, points, match):
     refused(layer, tmp_path, match)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("case", ["ct_nvfp4a16", "ct_fp8_dyn", "ct_mxfp4a16"])
+def test_zero_points_of_float_codes(tmp_path, case, dtype):
+    layer = frozen(case)
+    name = f"{layer.layer}.weight_zero_point"
+    layer.tensors[name] = torch.zeros(layer.shape[0], 1).to(dtype)
+    assert layer.is_dense(load(layer, tmp_path / "zeros").weight.dequantize(torch.float32))
+    layer.tensors[name] = torch.ones(layer.shape[0], 1).to(dtype)
+    refused(layer, tmp_path / "ones", "weight_zero_point is not zero")
+
+
 def transformed(location):
     apply = [{"targets": ["Linear"], "location": location}]
     return lambda s: s.update(transform_config={"config_groups": {"R": {"type": "hadamard", "apply": apply}}})

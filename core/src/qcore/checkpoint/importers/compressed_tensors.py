@@ -110,6 +110,7 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
     if group is None:
         raise LayerRefused("no target of config_groups matches it")
     layer = _Layer(source, name, group, names)
+    _leave_out_zeros(layer, plan)
     _check_parts(layer)
     if "weight_packed" in names:
         planned = _packed_int(layer) if layer.dtype("weight_packed") == torch.int32 else _packed_fp4(layer)
@@ -119,6 +120,17 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
     scheme = activation_of(source, name, group, format, plan)
     sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
     plan.weights.append(ForeignWeight(f"{name}.weight", shape, scheme, sources, build, dtype, ordered, factor))
+
+
+def _leave_out_zeros(layer: _Layer, plan: Plan) -> None:
+    """Leave out zero points of float codes if all of them are zero. Raises `LayerRefused` for others."""
+    names = layer.names
+    codes = {layer.dtype(part) for part in ("weight", "weight_packed") if part in names}
+    if "weight_zero_point" not in names or codes & {torch.int32, torch.int8}:
+        return
+    if bool(layer.source.read(names["weight_zero_point"]).float().any()):
+        raise LayerRefused("its weight_zero_point is not zero, although its codes are floats")
+    plan.dropped.add(names.pop("weight_zero_point"))
 
 
 def _check_parts(layer: _Layer) -> None:
@@ -251,8 +263,8 @@ def _as_int8(points: Tensor) -> Tensor:
 def _whole_fp8(layer: _Layer) -> _Planned:
     n, k = layer.matrix("weight")
     names, scale = layer.names, layer.shape("weight_scale")
-    if layer.dtype("weight") != torch.float8_e4m3fn or "weight_zero_point" in names:
-        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8, and float8_e4m3fn without zeros")
+    if layer.dtype("weight") != torch.float8_e4m3fn:
+        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8 and float8_e4m3fn")
     if len(scale) == 2 and scale[0] == n and scale[1] > 1 and layer.group.block is None:
         rows, size = 1, group_size(k, scale[1], layer.group.size)
     else:
