@@ -1,6 +1,7 @@
 """`convert`: between qcore's checkpoints and those of other tools, bit for bit, or refused by layer."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import qcore
 from qcore.checkpoint import inspect, quantize_checkpoint
 from qcore.checkpoint.records import Record, write_notes
+from qcore.checkpoint.values import rounded
 
 FOREIGN = ["gptq_4_sym_v1_g128", "gptq_4_asym_v2_desc", "gptq_4_v1_zero0", "gptq_8_asym_g64", "awq_gemm_asym_g128"]
 
@@ -292,3 +294,16 @@ def test_numbers_that_a_dtype_cannot_represent(tmp_path):
         )
         convert(tmp_path / f"{path}.safetensors", out, dtype=torch.bfloat16)
         assert load_file(out)["norm"].tolist()[1:] == [float("inf"), 1.0]
+
+
+@pytest.mark.parametrize("numbers", [[1e6, float("nan")], [float("nan"), -1e6], [float("-inf"), 1.0, -1e6]])
+def test_numbers_beside_nan_and_inf_that_become_inf(numbers):
+    with pytest.warns(qcore.QcoreWarning, match="they become Inf"):
+        rounded(torch.tensor(numbers), torch.float16, "a")
+
+
+@pytest.mark.parametrize("numbers", [[], [float("inf"), 1.0], [float("nan"), 6e4], [-6e4, 6e4]])
+def test_numbers_that_stay_what_they_are(numbers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rounded(torch.tensor(numbers), torch.float16, "a").tolist() == pytest.approx(numbers, nan_ok=True)

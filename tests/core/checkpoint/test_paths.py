@@ -69,6 +69,20 @@ def test_a_link_to_a_file_with_another_suffix(tmp_path):
     check(link)
 
 
+@posix
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_with_another_name_to_a_file(tmp_path, exists):
+    """Such as ``latest`` to the newest of several files."""
+    if exists:
+        save(STATE, tmp_path / "m.safetensors")
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "m.safetensors")
+    save(STATE, link)
+    assert link.is_symlink()
+    assert (tmp_path / "m.safetensors").is_file()
+    check(link)
+
+
 @pytest.mark.parametrize("read", [inspect, lambda path: load_(fresh(), path)], ids=["inspect", "load"])
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "a\0b.safetensors"])
 def test_paths_that_cannot_be(read, path):

@@ -72,12 +72,13 @@ def _refuse_codes(archive: Archive, plan: Plan) -> None:
 
 
 def _is_code(entry: Entry, *, every: bool) -> bool:
-    """Whether a tensor holds codes, by its dtype and name; ``every``: any integer matrix does."""
+    """Whether a tensor holds codes, by its dtype and name; ``every``: any integer matrix does, except causal masks."""
     if entry.dtype in _FLOAT_CODES:
         return True
     last = entry.name.rpartition(".")[2]
     named = last in _CODES or last.endswith(("_qdata", "_blocks"))
-    return entry.dtype in _INTEGER_CODES and len(entry.shape) > 1 and (every or named)
+    unnamed = every and entry.shape[:2] != (1, 1)  # masks in old files of GPT-2 are uint8 (1, 1, L, L)
+    return entry.dtype in _INTEGER_CODES and len(entry.shape) > 1 and (unnamed or named)
 
 
 def _warn(path: Path, plan: Plan) -> None:

@@ -40,8 +40,8 @@ def save(
     """
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
-    # The file that a link points to may have any name: those of a cache are hashes.
-    single = Path(path).suffix == ".safetensors" and not target.is_dir()
+    # Either a link or the file that it points to may have another name: files of a cache are hashes.
+    single = ".safetensors" in (Path(path).suffix, target.suffix) and not target.is_dir()
     if single and limit is not None:
         raise CheckpointError(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."

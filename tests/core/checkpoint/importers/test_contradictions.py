@@ -12,6 +12,7 @@ from foreign_packing import packed_words, whole_words
 
 import qcore
 from qcore import CheckpointError
+from qcore.checkpoint import quantize_checkpoint
 from qcore.checkpoint.importers import gptq
 
 WHOLE = (torch.int16, torch.int64, torch.uint8, torch.float32, torch.bool, torch.float8_e4m3fn)
@@ -95,6 +96,21 @@ def test_one_layer_among_others_without_scales(tmp_path):
         load(layer, tmp_path)
 
 
+@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "bnb_int8"])
+def test_causal_masks_are_not_codes(tmp_path, case):
+    """Old files of GPT-2 hold them as uint8; here all weights are float, although the settings name a tool."""
+    layer, mask = frozen(case), torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
+    layer.tensors = {"model.fc.weight": torch.ones(4, 8), "bias": mask}
+    model = torch.nn.Module()
+    model.register_buffer("bias", torch.zeros_like(mask))
+    model.model = torch.nn.Module()
+    model.model.fc = torch.nn.Linear(8, 4, bias=False)
+    qcore.load_(model, layer.write(tmp_path / "in"))
+    assert torch.equal(model.bias, mask)
+    assert torch.equal(model.model.fc.weight, torch.ones(4, 8))
+    quantize_checkpoint(tmp_path / "in", tmp_path / "out", "w8a16")
+
+
 @pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "awq_gemm_asym_g128", "hqq_4_axis1", "ao_int8wo"])
 def test_an_unknown_layout_of_a_known_tool(tmp_path, case):
     """Such as Marlin's ``B`` and ``s``: nothing would be read, and the rest of the model loaded."""
@@ -139,6 +155,17 @@ def test_zero_points_are_not_cast(tmp_path, points, match):
     layer = edited("ct_w8a8_dyn", lambda s: s["config_groups"]["group_0"]["weights"].update(symmetric=False))
     layer.tensors[f"{layer.layer}.weight_zero_point"] = points
     refused(layer, tmp_path, match)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("case", ["ct_nvfp4a16", "ct_fp8_dyn", "ct_mxfp4a16"])
+def test_zero_points_of_float_codes(tmp_path, case, dtype):
+    layer = frozen(case)
+    name = f"{layer.layer}.weight_zero_point"
+    layer.tensors[name] = torch.zeros(layer.shape[0], 1).to(dtype)
+    assert layer.is_dense(load(layer, tmp_path / "zeros").weight.dequantize(torch.float32))
+    layer.tensors[name] = torch.ones(layer.shape[0], 1).to(dtype)
+    refused(layer, tmp_path / "ones", "weight_zero_point is not zero")
 
 
 def transformed(location):
@@ -213,6 +240,24 @@ def test_zero_points_of_old_versions_are_not_packed(tmp_path, bits):
     assert torch.equal(load(layer, tmp_path / "whole").weight.dequantize(torch.float32), dense)
     layer.tensors[name] = layer.tensors[name][:, :1].contiguous()
     refused(layer, tmp_path / "other", "its zero points have shape")
+
+
+@pytest.mark.parametrize("case", ["ct_w8a8_dyn", "ct_w4a16_g128"])
+@pytest.mark.parametrize("version", ["0.6.0", "0.9.2.a20250301"])
+def test_old_versions_left_out_zero_points_of_zeros(tmp_path, case, version):
+    def asymmetric(settings):
+        settings["version"] = version
+        settings["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+    layer = edited(case, asymmetric)
+    assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "1.0", "", None])
+def test_new_versions_store_zero_points_of_zeros(tmp_path, version):
+    layer = edited("ct_w4a16_asym", lambda settings: settings.update(version=version))
+    del layer.tensors[f"{layer.layer}.weight_zero_point"]
+    refused(layer, tmp_path, "asymmetric, but it has no zero points")
 
 
 def whole_words_of(words, bits, n):
@@ -298,6 +343,15 @@ def test_awq_with_settings_in_a_file_of_their_own(tmp_path):
     model = layer.model()
     qcore.load_(model, tmp_path)
     assert layer.is_dense(model.get_submodule(layer.layer).weight.dequantize(torch.float32))
+
+
+def test_other_files_with_the_name_of_awq_s(tmp_path):
+    qcore.save({"a.weight": torch.ones(4, 8)}, tmp_path)
+    (tmp_path / "quant_config.json").write_text("[]")
+    model = torch.nn.Module()
+    model.a = torch.nn.Linear(8, 4, bias=False)
+    qcore.load_(model, tmp_path)
+    assert torch.equal(model.a.weight, torch.ones(4, 8))
 
 
 def test_marlin_of_old_versions(tmp_path):

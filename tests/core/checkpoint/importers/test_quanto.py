@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_layers import frozen
+from foreign_layers import FrozenLayer, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +77,17 @@ def test_a_weight_whose_shape_nothing_tells_is_refused(tmp_path):
     layer.metadata["config"] = json.dumps({"quantization_config": {"quant_method": "quanto"}})
     with pytest.raises(qcore.CheckpointError, match="contains the shape"):
         read(layer, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["W_pack", "query_key_value", "gate", "score", "kv_a_proj_with_mqa"])
+def test_layers_without_bias_take_hidden_states(tmp_path, name):
+    layer = frozen("quanto_qint4")
+    del layer.tensors[f"{layer.layer}.bias"]
+    layer.tensors = {old.replace("q_proj", name): tensor for old, tensor in layer.tensors.items()}
+    layer.metadata = {key: text.replace("q_proj", name) for key, text in layer.metadata.items()}
+    expected = read(frozen("quanto_qint4"), tmp_path / "whole").weight
+    module = read(FrozenLayer(layer.layer.replace("q_proj", name), layer.tensors, layer.metadata, layer.rows), tmp_path)
+    assert torch.equal(module.weight.dequantize(torch.float32), expected.dequantize(torch.float32))
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)

@@ -44,7 +44,7 @@ class AWQ:
         """By ``quant_method``, by auto-round's ``packing_format``, or for old directories by ``quant_config.json``."""
         if source.method:
             return source.method == "awq" or (source.method in AUTO_ROUND and "awq" in packing_format(source))
-        return "w_bit" in source.json(_OLD_SETTINGS) and any(source.layers("qweight", "scales"))
+        return any(source.layers("qweight", "scales")) and "w_bit" in source.json(_OLD_SETTINGS)
 
     def plan(self, source: Source) -> Plan:
         """Every layer with ``qweight``; those of ``modules_to_not_convert`` have none."""

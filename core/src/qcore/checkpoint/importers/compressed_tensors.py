@@ -45,6 +45,8 @@ from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
+_KEEPS_ZEROS, _CROSSES_WORDS = 10, 20
+"""Versions 0.x of the tool: earlier ones left out zero points that are all 0, and let no code cross words."""
 _UNUSED = (".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
 
 
@@ -108,6 +110,7 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
     if group is None:
         raise LayerRefused("no target of config_groups matches it")
     layer = _Layer(source, name, group, names)
+    _leave_out_zeros(layer, plan)
     _check_parts(layer)
     if "weight_packed" in names:
         planned = _packed_int(layer) if layer.dtype("weight_packed") == torch.int32 else _packed_fp4(layer)
@@ -117,6 +120,17 @@ def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> N
     scheme = activation_of(source, name, group, format, plan)
     sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
     plan.weights.append(ForeignWeight(f"{name}.weight", shape, scheme, sources, build, dtype, ordered, factor))
+
+
+def _leave_out_zeros(layer: _Layer, plan: Plan) -> None:
+    """Leave out zero points of float codes if all of them are zero. Raises `LayerRefused` for others."""
+    names = layer.names
+    codes = {layer.dtype(part) for part in ("weight", "weight_packed") if part in names}
+    if "weight_zero_point" not in names or codes & {torch.int32, torch.int8}:
+        return
+    if bool(layer.source.read(names["weight_zero_point"]).float().any()):
+        raise LayerRefused("its weight_zero_point is not zero, although its codes are floats")
+    plan.dropped.add(names.pop("weight_zero_point"))
 
 
 def _check_parts(layer: _Layer) -> None:
@@ -131,7 +145,8 @@ def _check_parts(layer: _Layer) -> None:
     kind = "int" if codes in (torch.int32, torch.int8) else "float"
     if layer.group.kind not in ("", kind):
         raise LayerRefused(f"its codes are {dtype_name(codes)}, but its settings say {layer.group.kind[:20]!r}")
-    if not layer.group.symmetric and kind == "int" and "weight_zero_point" not in names:
+    lost = not layer.group.symmetric and kind == "int" and "weight_zero_point" not in names
+    if lost and not _is_before(layer.source, _KEEPS_ZEROS):
         raise LayerRefused("its settings say asymmetric, but it has no zero points")
 
 
@@ -200,16 +215,16 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
         raise LayerRefused(f"its weight_shape is {entry.dtype} of shape {entry.shape}")
     rows, k = (int(size) for size in layer.source.read(name))
     if rows == n and k > 0 and -(-k // (32 // bits)) == words:
-        return k, -(-k * bits // 32) != words or _is_old(layer.source)
+        return k, -(-k * bits // 32) != words or _is_before(layer.source, _CROSSES_WORDS)
     if rows != n or not 0 < k <= most or -(-k * bits // 32) != words:
         raise LayerRefused(f"its weight_shape {(rows, k)} does not match weight_packed {(n, words)} with {bits} bits")
     return k, False
 
 
-def _is_old(source: Source) -> bool:
-    """Whether a version of the tool wrote the file that lets no code cross words; few numbers of columns need this."""
+def _is_before(source: Source, minor: int) -> bool:
+    """Whether version 0.x of the tool with x below ``minor`` wrote the file."""
     version = re.match(r"0\.(\d{1,4})(\D|$)", str(source.settings.get("version", "")))
-    return version is not None and int(version[1]) < 20
+    return version is not None and int(version[1]) < minor
 
 
 def _groups(layer: _Layer, n: int) -> int:
@@ -248,8 +263,8 @@ def _as_int8(points: Tensor) -> Tensor:
 def _whole_fp8(layer: _Layer) -> _Planned:
     n, k = layer.matrix("weight")
     names, scale = layer.names, layer.shape("weight_scale")
-    if layer.dtype("weight") != torch.float8_e4m3fn or "weight_zero_point" in names:
-        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8, and float8_e4m3fn without zeros")
+    if layer.dtype("weight") != torch.float8_e4m3fn:
+        raise LayerRefused(f"its weight is {layer.dtype('weight')}; qcore reads int8 and float8_e4m3fn")
     if len(scale) == 2 and scale[0] == n and scale[1] > 1 and layer.group.block is None:
         rows, size = 1, group_size(k, scale[1], layer.group.size)
     else:

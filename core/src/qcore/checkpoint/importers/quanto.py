@@ -31,7 +31,9 @@ _PACKED, _WHOLE = ".weight._data._data", ".weight._data"
 _BITS = {"qint4": 4, "qint2": 2}
 _INPUTS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "hidden_size"),
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "lm_head"), "hidden_size"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "lm_head", "score"), "hidden_size"),
+    **dict.fromkeys(("W_pack", "wqkv", "query_key_value", "dense_h_to_4h"), "hidden_size"),
+    **dict.fromkeys(("gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"), "hidden_size"),
     "down_proj": "intermediate_size",
 }
 """The setting of transformers' configurations that is K of layers with these names."""
