@@ -212,7 +212,7 @@ def test_more_rows_never_read_the_weight_by_rows(rich):
 
 @pytest.mark.parametrize(
     ("fmt", "variant", "parts"),
-    [("int8-g128", "coop_f16", (4, 4, 2, 1)), ("int4-g128", "coop_fragments", (4, 4, 1, 1))],
+    [("int8-g128", "coop_f16", (4, 4, 2, 1)), ("int4-g128", "coop_fragments", (8, 4, 2, 1))],
 )
 def test_products_of_few_rows_are_split_along_k_to_fill_cores(rich, fmt, variant, parts):
     for m, splits in zip((48, 128, 256, 512), parts, strict=True):
