@@ -235,7 +235,7 @@ def test_tables_whose_second_term_would_be_subnormal_stay_in_float32():
     for values, in_halves in (
         ([0.0, 0.125, -6.0, 65504.0], True),
         ([0.0, 0.0625, 1.0, 2.0], False),
-        ([float.fromhex("0x1.554p-2")] * 4, False),
+        ([float.fromhex("0x1.5554p-2")] * 4, False),
     ):
         assert layout._in_halves(Element.table("trial", values)) is in_halves
     assert layout._in_halves(Element.table("trial", [float("nan"), 0.5, 1.0, 2.0]))
