@@ -1,5 +1,6 @@
-// The result of attention for four columns of a row, from the splits of its keys. The includer defines TOTAL(split, row): the
-// largest score of a split and its sum of weights; SUM(split, row, four): what it adds up; LOWEST: the score of no key.
+// The result of attention for four columns of a row, from the splits of its keys. The includer defines TOTAL(split,
+// row): the largest score of a split and its sum of weights; SUM(split, row, four): what it adds up; LOWEST: the score
+// of no key.
 
 vec4 of_splits(uint count, uint row, uint four) {
     float largest = LOWEST;

@@ -1,21 +1,22 @@
-// GEMM with cooperative matrices of float16 whose elements have known places: y = x W^T, float activations, weights of four
-// bits: int4, or codes of a table whose values are float16 numbers.
+// GEMM with cooperative matrices of float16 whose elements have known places: y = x W^T, float activations, weights of
+// four bits: int4, or codes of a table whose values are float16 numbers.
 //
 // A workgroup computes BM x BN results, a subgroup of 32 lanes WM x WN of them. Grid: x tiles of rows, y tiles of
 // columns, z parts of K, which gemm_join adds up.
 //
-// The weight never passes shared memory: lane (g, q), with g = lane / 4 and q = lane % 4, loads one word, the codes of row
-// g of eight rows at k = 8 q ... 8 q + 7 of a block of 32 columns, and unpacks it straight into its own elements of the
-// matrices B. coop_layout.comp asks a device for the places of elements: a lane has those of A at rows g and g + 8 and k =
-// 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B the same with columns for rows; of C columns 2 q, 2 q + 1 and 8 more of rows g and
-// g + 8. What is adjacent in a lane's word is not in the matrix, so coop_prep stores x in the order of the lanes (QUADS).
+// The weight never passes shared memory: lane (g, q), with g = lane / 4 and q = lane % 4, loads one word, the codes of
+// row g of eight rows at k = 8 q ... 8 q + 7 of a block of 32 columns, and unpacks it straight into its own elements
+// of the matrices B. coop_layout.comp asks a device for the places of elements: a lane has those of A at rows g and g
+// + 8 and k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B the same with columns for rows; of C columns 2 q, 2 q + 1 and 8
+// more of rows g and g + 8. What is adjacent in a lane's word is not in the matrix, so coop_prep stores x in the order
+// of the lanes (QUADS).
 //
-// Memory: A passes shared memory, STEPS blocks at a time: loaded to registers at the start of a step, stored at its end.
-// B is loaded STEPS blocks ahead, scales one fold ahead. A step has no branches, which cost more than they spare: what
-// lies past the end of K is loaded again and multiplied by zeros of A.
+// Memory: A passes shared memory, STEPS blocks at a time: loaded to registers at the start of a step, stored at its
+// end. B is loaded STEPS blocks ahead, scales one fold ahead. A step has no branches, which cost more than they spare:
+// what lies past the end of K is loaded again and multiplied by zeros of A.
 //
-// Accuracy: as coop_f16. Sums of FOLD blocks are scaled and added to the total in float32; FOLD divides the blocks of a
-// group and STEPS.
+// Accuracy: as coop_f16. Sums of FOLD blocks are scaled and added to the total in float32; FOLD divides the blocks of
+// a group and STEPS.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -240,7 +241,8 @@ void main() {
             }
             if ((u + 1u) % FOLD == 0u && (GROUP != 0u || ZERO == 1u)) next_group(col0, step + u + 1u);
         }
-        // 7. The loads of 3 are waited for here. The other buffer was last read in the step before, which all have left.
+        // 7. The loads of 3 are waited for here. The other buffer was last read in the step before, which all have
+        //    left.
         now ^= 1u;
         store_a(now, step + STEPS, stop);
         barrier();

@@ -7,9 +7,9 @@
 // where int4 codes arrive as bytes less their zero point. Matrices are loaded from there. A step has no branches: the
 // last loads its own tiles again.
 //
-// Exactness: sums are int32 over a group (or all of K if a row has one scale), which `layout.LONGEST` keeps short
-// enough; each step of a group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code less an
-// integer zero point does not fit a byte: gemm_int_shared computes those.
+// Exactness: sums are int32 over a step (or all of K if a row has one scale), which `layout.LONGEST` keeps short
+// enough; each step of a group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code
+// less an integer zero point does not fit a byte: gemm_int_shared computes those.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -203,7 +203,7 @@ void main() {
     uint start = gl_WorkGroupID.z * split;
     uint steps = min(start + split, blocks / KB);
 
-    // 1. Sums of the subgroup's tile stay in registers until the end: `sum` of the group in progress or, with one
+    // 1. Sums of the subgroup's tile stay in registers until the end: `sum` of the step in progress or, with one
     //    group, of all of K; `total` of the groups that have been scaled.
     coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> total[TILES_M * TILES_N];
     coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> sum[TILES_M * TILES_N];

@@ -1,6 +1,6 @@
 // The places of a cooperative matrix's elements among the lanes of a subgroup of 32, which VK_KHR_cooperative_matrix
-// leaves to the device: row * 16 + column of element e of each lane, of the matrices A, B (transposed) and C of a product
-// of float16 as coop_fragments uses them; -1 beyond the last element.
+// leaves to the device: row * 16 + column of element e of each lane, of the matrices A, B (transposed) and C of a
+// product of float16 as coop_fragments uses them; -1 beyond the last element.
 #version 450
 #extension GL_EXT_shader_16bit_storage : require
 #extension GL_EXT_shader_explicit_arithmetic_types_float16 : require

@@ -1,8 +1,8 @@
-// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words:
-// ORDER 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four, ORDER 16: 0 4 1 5 2 6 3 7 (tables). Rows that are not float16 are scaled by a
-// power of two into its range, where the eight bits of bfloat16 fit exactly. A second term, row m + row, holds eleven
-// more bits at 2^-11 of the scale: 22 bits of a float32, which is what sums in float32 are worth. Also sums of x per
-// group.
+// Rows of floats as float16 for cooperative matrices, in the order in which unpacked weights leave their words: ORDER
+// 4: k = 0 2 4 6 1 3 5 7 of each eight, ORDER 8: 0 2 1 3 of each four, ORDER 16: 0 4 1 5 2 6 3 7 (tables). Rows that
+// are not float16 are scaled by a power of two into its range, where the eight bits of bfloat16 fit exactly. A second
+// term, row m + row, holds eleven more bits at 2^-11 of the scale: 22 bits of a float32, which is what sums in float32
+// are worth. Also sums of x per group.
 //
 // A row whose largest magnitude is so far above the others that its scale would make zeros of them is stored as it is,
 // behind the scales; its halves are zeros and its scale is negative: see plain_rows.glsl.
@@ -19,7 +19,7 @@ layout(constant_id = 0) const uint ORDER = 4u;
 layout(constant_id = 1) const uint LANES = 256u;
 layout(constant_id = 2) const uint DTYPE = 2u;    // of x
 layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
-layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x, one or two: the second holds what the first cannot
+layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x, one or two: the second holds the rest
 layout(constant_id = 5) const uint QUADS = 0u;    // 1: in the order of coop_fragments, where four lanes share a block
 layout(local_size_x_id = 1) in;
 

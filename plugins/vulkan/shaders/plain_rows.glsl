@@ -1,7 +1,8 @@
-// Rows of x whose range float16 cannot hold, for kernels of cooperative matrices: coop_prep stores zeros in their place,
-// marks them by a negative scale and keeps them as float32 behind the scales. Their products are computed one by one,
-// which is slow, and rare. Needs formats.glsl, BITS, ZERO and P, and the push constants m, np, blocks and group_blocks.
-// NUMBERS: what four codes stand for, if not themselves; NO_ZERO: what is subtracted from them without zero points.
+// Rows of x whose range float16 cannot hold, for kernels of cooperative matrices: coop_prep stores zeros in their
+// place, marks them by a negative scale and keeps them as float32 behind the scales. Their products are computed one
+// by one, which is slow, and rare. Needs formats.glsl, BITS, ZERO and P, and the push constants m, np, blocks and
+// group_blocks. NUMBERS: what four codes stand for, if not themselves; NO_ZERO: what is subtracted from them without
+// zero points.
 
 #ifndef NUMBERS
 #define NUMBERS(codes) codes

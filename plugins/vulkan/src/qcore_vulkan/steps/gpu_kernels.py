@@ -387,7 +387,7 @@ def _append_parts(
 
 
 def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int, terms: int = 1) -> tuple[int, int]:
-    """Tiles, whose memory later holds the results of all subgroups, and scales of two groups."""
+    """Tiles, whose memory later holds the results of all subgroups, and scales of two groups, as of `coop_f16`."""
     s = kernel.shape
     tiles = s.tile_bytes(geometry, width, terms)
     first = tiles * terms * s.bm // (terms * s.bm + s.bn)
