@@ -257,7 +257,7 @@ class CoopInt8(Single):
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         refs, tokens = _int8(b, x, part, geometry, bias, out)
-        _append_coop(self, b, part, geometry, bias, out, refs, tokens)
+        _append_coop(self, b, part, geometry, bias, out, refs, tokens, _whole_groups(self, geometry))
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class CoopF16(Single):
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms)
         refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
-        _append_coop(self, b, part, geometry, bias, out, refs, [])
+        _append_coop(self, b, part, geometry, bias, out, refs, [], _whole_groups(self, geometry))
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class CoopFragments(Single):
         refs.append(part.table or halves.codes)
         blocks, step = geometry.groups * geometry.blocks, self.shape.kb
         split = -(-blocks // (self.splits * step)) * step
-        _append_parts(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
+        _append_coop(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
 
 
 Kernel = Digits | CoopGemv | SharedFloat | SharedInt | CoopInt8 | CoopF16 | CoopFragments
@@ -342,24 +342,15 @@ def _int8(
     return bindings(x.codes, part, x.params, bias, out, sums), [int(x.asymmetric), x.rows, 2 * x.rows]
 
 
-def _append_coop(
-    kernel: CoopInt8 | CoopF16,
-    b: Builder,
-    part: Part,
-    geometry: Geometry,
-    bias: Added,
-    out: Rows,
-    refs: list[Ref | Buffer | None],
-    push: list[int | float],
-) -> None:
-    """The product; with several splits of K, each of whole groups, if one would leave cores idle."""
+def _whole_groups(kernel: CoopInt8 | CoopF16, geometry: Geometry) -> tuple[int, int]:
+    """The steps of a part of K, which is of whole groups, and the number of parts."""
     g, kb = geometry, kernel.shape.blocks(geometry)
     whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
     split = -(-steps // (kernel.splits * whole)) * whole
-    _append_parts(kernel, b, part, geometry, bias, out, refs, push, (split, -(-steps // split)))
+    return split, -(-steps // split)
 
 
-def _append_parts(
+def _append_coop(
     kernel: CoopInt8 | CoopF16 | CoopFragments,
     b: Builder,
     part: Part,
@@ -370,7 +361,7 @@ def _append_parts(
     push: list[int | float],
     parts: tuple[int, int],
 ) -> None:
-    """The product in ``parts`` of K: the steps of each and their number; if there are several, their sum as well."""
+    """The product in ``parts`` of K, if one would leave cores idle: the steps of each and their number; and their sum."""
     split, count = parts
     x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
     result = _result(out, bias, part)
