@@ -361,7 +361,7 @@ def _append_coop(
     push: list[int | float],
     parts: tuple[int, int],
 ) -> None:
-    """The product in ``parts`` of K, if one would leave cores idle: the steps of each and their number; and their sum."""
+    """The product in ``parts`` of K: the steps of each part and their number; of several, the sum as well."""
     split, count = parts
     x_tiles, y_tiles, _ = kernel.shape.groups(out.rows, part.n)
     result = _result(out, bias, part)
