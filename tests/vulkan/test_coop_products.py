@@ -48,8 +48,8 @@ def kernel(device, matrix, x_dtype, kb=1, splits=1) -> CoopF16:
 
 def make_of(monkeypatch, device, matrix, in_registers) -> None:
     """Only `CoopFragments`, if the weight's elements are to be known in registers, or only `CoopF16`."""
-    if in_registers and not fragments.known(device):
-        pytest.skip("this device has no cooperative matrices with the places of qcore_vulkan.steps.fragments")
+    if in_registers and not fragments.has_layout(device):
+        pytest.skip("this device has no cooperative matrices with the layout of qcore_vulkan.steps.fragments")
 
     def make(problem):
         int4 = in_registers and problem.geometry.bits == 4
@@ -60,9 +60,9 @@ def make_of(monkeypatch, device, matrix, in_registers) -> None:
 
 @pytest.fixture
 def known(vulkan) -> None:  # noqa: F811
-    """A device whose matrices have their elements where `CoopFragments` expects them."""
-    if not fragments.known(vulkan):
-        pytest.skip("this device has no cooperative matrices with the places of qcore_vulkan.steps.fragments")
+    """A device whose matrices have the layout that `CoopFragments` expects."""
+    if not fragments.has_layout(vulkan):
+        pytest.skip("this device has no cooperative matrices with the layout of qcore_vulkan.steps.fragments")
 
 
 def of_fragments(x_dtype, kb=2, splits=1, shape=(32, 64, 16, 32)) -> CoopFragments:

@@ -261,7 +261,7 @@ def test_tables_of_halves_are_multiplied_as_halves(rich):
     assert first(rich, "gemm_float", 1, "fp4-g32-e8m0", torch.float32).variant == "gemv_row_dot"
 
 
-def test_fragments_need_a_device_with_known_places(rich, monkeypatch):
+def test_fragments_need_a_device_with_their_layout(rich, monkeypatch):
     class Device:
         description, profile = rich, "gpu"
 
@@ -270,12 +270,12 @@ def test_fragments_need_a_device_with_known_places(rich, monkeypatch):
 
     asked = problem("gemm_float", 512, "int4-g128", torch.bfloat16)
     for known, variant in ((True, "coop_fragments"), (False, "coop_f16")):
-        monkeypatch.setattr(fragments, "known", lambda _device, known=known: known)
+        monkeypatch.setattr(fragments, "has_layout", lambda _device, known=known: known)
         assert next(selection.usable(Device(), asked)).variant == variant
 
 
 def test_elements_of_a_matrix_are_each_held_by_one_lane():
-    for places in fragments.PLACES:
+    for places in fragments.LAYOUT:
         assert sorted(places[places >= 0].tolist()) == list(range(256))
 
 
@@ -382,9 +382,9 @@ def test_compiled_models_ask_for_the_bits_they_have(vulkan, monkeypatch, dtype):
 
 
 def test_a_device_is_asked_while_torch_traces(vulkan, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(fragments, "_known", {})
+    monkeypatch.setattr(fragments, "_layouts", {})
     with FakeTensorMode():
-        found = fragments.known(vulkan)
-    assert fragments.known(vulkan) is found
-    monkeypatch.setattr(fragments, "_known", {})
-    assert fragments.known(vulkan) is found
+        found = fragments.has_layout(vulkan)
+    assert fragments.has_layout(vulkan) is found
+    monkeypatch.setattr(fragments, "_layouts", {})
+    assert fragments.has_layout(vulkan) is found

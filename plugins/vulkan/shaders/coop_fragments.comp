@@ -1,4 +1,4 @@
-// GEMM with cooperative matrices of float16 whose elements have known places: y = x W^T, float activations, weights of
+// GEMM with cooperative matrices of float16 whose layout across lanes is known: y = x W^T, float activations, weights of
 // four bits: int4, or codes of a table whose values are float16 numbers.
 //
 // A workgroup computes BM x BN results, a subgroup of 32 lanes WM x WN of them. Grid: x tiles of rows, y tiles of
@@ -6,7 +6,7 @@
 //
 // The weight never passes shared memory: lane (g, q), with g = lane / 4 and q = lane % 4, loads one word, the codes of
 // row g of eight rows at k = 8 q ... 8 q + 7 of a block of 32 columns, and unpacks it straight into its own elements
-// of the matrices B. coop_layout.comp asks a device for the places of elements: a lane has those of A at rows g and g
+// of the matrices B. coop_layout.comp determines the layout of a device: a lane has the elements of A at rows g and g
 // + 8 and k = 2 q, 2 q + 1, 2 q + 8, 2 q + 9; of B the same with columns for rows; of C columns 2 q, 2 q + 1 and 8
 // more of rows g and g + 8. What is adjacent in a lane's word is not in the matrix, so coop_prep stores x in the order
 // of the lanes (QUADS).

@@ -1,4 +1,4 @@
-// The places of a cooperative matrix's elements among the lanes of a subgroup of 32, which VK_KHR_cooperative_matrix
+// The layout of a cooperative matrix's elements across the lanes of a subgroup of 32, which VK_KHR_cooperative_matrix
 // leaves to the device: row * 16 + column of element e of each lane, of the matrices A, B (transposed) and C of a
 // product of float16 as coop_fragments uses them; -1 beyond the last element.
 #version 450

@@ -17,8 +17,8 @@ from .buffers import recompute_buffers, unsaved_meta_buffers
 from .experts import StandIn, stand_ins, with_stand_ins
 from .header import Entry, file_error, shown
 from .records import Record
+from .values import FLOAT_CODES
 
-_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("weight_scale", "weight_scale_inv", "scale_weight")
 """The ends of names under which tools store the scale of a weight."""
 _STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
@@ -230,7 +230,7 @@ def _check_scaled(found: Match, archive: Archive) -> None:
     """Raise for 8-bit floats that a model would take for weights, although a scale belongs to each of them."""
     for name in found.plain:
         entry = archive.entry(name)
-        if entry.dtype == found.slots[name].dtype or entry.dtype not in _FLOAT_CODES:
+        if entry.dtype == found.slots[name].dtype or entry.dtype not in FLOAT_CODES:
             continue
         start = name.removesuffix("weight")
         scale = next((f"{start}{end}" for end in _SCALES if f"{start}{end}" in archive.entries), None)

@@ -18,9 +18,9 @@ from .imported import ImportedArchive
 from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
+from .values import FLOAT_CODES
 
 _OWN = "qcore"
-_FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _INTEGER_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
 """The last parts of the names under which tools store codes."""
@@ -73,7 +73,7 @@ def _refuse_codes(archive: Archive, plan: Plan) -> None:
 
 def _is_code(entry: Entry, *, every: bool) -> bool:
     """Whether a tensor holds codes, by its dtype and name; ``every``: any integer matrix does, except causal masks."""
-    if entry.dtype in _FLOAT_CODES:
+    if entry.dtype in FLOAT_CODES:
         return True
     last = entry.name.rpartition(".")[2]
     named = last in _CODES or last.endswith(("_qdata", "_blocks"))

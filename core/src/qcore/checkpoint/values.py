@@ -22,6 +22,9 @@ from .records import Record
 
 _NIBBLE = 4
 
+FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of stored codes that torch takes for floats."""
+
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without numpy; the caller must keep the tensor alive."""

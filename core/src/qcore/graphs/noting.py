@@ -23,7 +23,10 @@ _calls = threading.local()
 
 
 class Globals:
-    """What the code of a function names in its module and, through that, in other modules and classes, as it was."""
+    """The global variables that a function's code names, with the members of modules and classes that it names there.
+
+    Holds a snapshot of their values at construction.
+    """
 
     def __init__(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -32,7 +35,7 @@ class Globals:
         self._before = snapshot(self._roots())
 
     def changed(self) -> str:
-        """What is another now; empty if nothing is."""
+        """The path of a value that has changed since; empty if none has."""
         return next(iter(changes(self._before, snapshot(self._roots()))), "")
 
     def _roots(self) -> dict[str, Any]:
@@ -52,14 +55,14 @@ class Globals:
 class Note(NamedTuple):
     """**Fields:** ``graph``; its arguments and results; ``beside``: what else the call does, empty if nothing.
 
-    ``around``: what it may change by name, if it is one function that torch has made.
+    ``globals``: those of the one function that torch has made of the call; None if there is no such function.
     """
 
     graph: Callable[..., Any]
     values: Sequence[Any]
     results: Sequence[Any]
     beside: str
-    around: Globals | None
+    globals: Globals | None
 
 
 def note_call(graph: Callable[..., Any], values: Sequence[Any], results: Sequence[Any]) -> None:
@@ -82,7 +85,7 @@ def noted() -> Iterator[list[Note]]:
 
 
 def _beside(frame: FrameType | None) -> tuple[str, Globals | None]:
-    """What the frames above the graph do besides calling it, and what they may change by name."""
+    """What the frames above the graph do besides calling it, and the globals of the function that torch has made."""
     made: list[FrameType] = []
     while frame is not None and frame is not _calls.until:
         code = frame.f_code
@@ -101,22 +104,22 @@ def _of_code(code: CodeType) -> str:
         return "torch runs code before the graph"
     if _SETTER in (*code.co_names, *code.co_consts) and "cell_contents" in code.co_names:
         return "it writes attributes of what a closure holds"
-    of_globals = _Owners()
+    owners = _Owners()
     for step in dis.get_instructions(code):
         if step.opname in _WRITES:
             return f"it writes {step.argval!r} ({step.opname})"
         if str(step.argval).startswith("__resume_at"):
             return "torch runs code after the graph"
-        if step.opname == "STORE_ATTR" and not of_globals.is_top():
+        if step.opname == "STORE_ATTR" and not owners.is_top():
             return f"it writes {step.argval!r} ({step.opname})"
-        of_globals.follow(step)
+        owners.follow(step)
     return ""
 
 
 class _Owners:
-    """Which values on the stack of a function are objects that it names in its module, or attributes of such.
+    """Simulates the stack of a function: which slots hold global objects or attributes of such.
 
-    Takes instructions in their order. Where one jumps, the stack is what it leaves there.
+    Takes instructions in order, and keeps the stack at the targets of jumps.
     """
 
     def __init__(self) -> None:
@@ -129,7 +132,7 @@ class _Owners:
         return bool(self._stack) and self._stack[-1]
 
     def follow(self, step: dis.Instruction) -> None:
-        """Another instruction; of those that are not listed all results are other objects."""
+        """Apply an instruction; results of instructions that are not listed count as other objects."""
         jumped = self._at.get(step.offset)
         if jumped is not None:
             both = zip(jumped, self._stack, strict=False)

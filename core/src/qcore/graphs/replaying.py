@@ -89,7 +89,7 @@ def _check_alone(notes: Sequence[Note]) -> None:
             "(TORCH_LOGS=recompiles,graph_breaks says why)."
         )
     beside = notes[0].beside if len(notes) == 1 else f"this call ran {len(notes)} graphs"
-    if not beside and notes[0].around is not None and (changed := notes[0].around.changed()):
+    if not beside and notes[0].globals is not None and (changed := notes[0].globals.changed()):
         beside = f"it changes {changed}"
     if beside:
         raise UnsupportedError(

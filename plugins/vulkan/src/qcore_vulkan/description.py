@@ -109,6 +109,15 @@ class Description:
     features: Mapping[str, bool]
     cooperative_matrix: tuple[Matrix, ...]
 
+    def has_matrix(self, shape: tuple[int, int, int], operand: str, result: str) -> bool:
+        """Whether subgroups multiply matrices of ``shape`` (m, n, k) of these element types, as in ``f16``."""
+        return any(
+            (one.m, one.n, one.k) == shape
+            and (one.a, one.b, one.c, one.result) == (operand, operand, result, result)
+            and (one.scope, one.saturating) == ("subgroup", False)
+            for one in self.cooperative_matrix
+        )
+
 
 _PARTS = {
     "limits": Limits,

@@ -57,8 +57,7 @@ class Geometry:
 
     **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
     ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``; ``is_table``:
-    whether codes index a table; ``in_halves``: whether cooperative matrices hold the
-    values of one.
+    whether codes index a table; ``in_halves``: whether its values fit float16 matrices, see `_in_halves`.
     """
 
     n: int
@@ -107,9 +106,9 @@ class Geometry:
 
 @lru_cache(maxsize=64)
 def _in_halves(element: Element) -> bool:
-    """Whether a table, apart from what no weight has, holds numbers of float16 that are normal ones by 2^-11, too.
+    """Whether the finite values of a table are exact in float16, and normal numbers there also times 2^-11.
 
-    That is how they are multiplied with the second term of a float32 x.
+    The second term of a float32 x is multiplied with 2^-11 times the weight.
     """
     values = [value for value in element.values or () if isfinite(value)]
     exact = (

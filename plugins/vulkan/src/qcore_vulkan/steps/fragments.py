@@ -1,7 +1,7 @@
-"""The places of a cooperative matrix's elements among the lanes of a subgroup: which lane holds which of them.
+"""The layout of a cooperative matrix's elements across the lanes of a subgroup.
 
-VK_KHR_cooperative_matrix leaves them to the device. `coop_fragments` needs them, and runs only where they are as
-`PLACES` says: those of NVIDIA's matrix instructions, found on an H100 and an H200.
+VK_KHR_cooperative_matrix leaves it to the device. `coop_fragments` runs only on devices with `LAYOUT`, that of NVIDIA's
+matrix instructions, found on an H100 and an H200.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from ..builder import Builder, Place
-from ..description import Description
 from ..device import Device
 from ..native import Unsupported
 
 _LANES, _ELEMENTS, _OF_LANE = 32, 16, 8
-_known: weakref.WeakKeyDictionary[Device, bool] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[Device, bool] = weakref.WeakKeyDictionary()
 
 
-def _places() -> NDArray[np.int32]:
+def _layout() -> NDArray[np.int32]:
     lane, e = np.arange(_LANES, dtype=np.int32)[:, None], np.arange(_OF_LANE, dtype=np.int32)
     row = lane // 4 + 8 * (e // 4)
     column = lane % 4 * 2 + e % 2 + 8 * (e // 2 % 2)
@@ -29,37 +28,35 @@ def _places() -> NDArray[np.int32]:
     return np.stack([one] * 3)
 
 
-PLACES = _places()
-"""[3, 32, 16]: what coop_layout finds where `coop_fragments` runs, of the matrices A, B (transposed) and C.
+LAYOUT = _layout()
+"""[3, 32, 16], of the matrices A, B (transposed) and C: row * 16 + column of each lane's elements, -1 beyond the last.
 
 Lane 4 g + q holds columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of row g, and then those of row g + 8.
 """
 
 
-def known(device: Device) -> bool:
-    """Whether this device's matrices have these places; asked once, on the device."""
-    found = _known.get(device)
+def has_layout(device: Device) -> bool:
+    """Whether this device's matrices have `LAYOUT`; determined once, on the device."""
+    found = _layouts.get(device)
     if found is None:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():  # kernels are selected while torch traces with tensors without values, too
-            found = _known[device] = _may_have(device.description) and _has_places(device)
+            found = _layouts[device] = _found_on(device)
     return found
 
 
-def _may_have(description: Description) -> bool:
-    shapes = ((x.m, x.n, x.k, x.a, x.b, x.c, x.scope) for x in description.cooperative_matrix)
-    return description.subgroup.control and (16, 16, 16, "f16", "f16", "f32", "subgroup") in shapes
-
-
-def _has_places(device: Device) -> bool:
-    b, places = Builder(device), torch.zeros((1, PLACES.size), dtype=torch.int32, device="cpu")
-    ref = b.scratch(places.nbytes)
+def _found_on(device: Device) -> bool:
+    description = device.description
+    if not (description.subgroup.control and description.has_matrix((16, 16, 16), "f16", "f32")):
+        return False
+    b, found = Builder(device), torch.zeros((1, LAYOUT.size), dtype=torch.int32, device="cpu")
+    ref = b.scratch(found.nbytes)
     try:
         b.dispatch("coop_layout", (), (1, 1, 1), [], [ref], subgroup=_LANES)
     except Unsupported:
         return False
-    result = b.output(places.nbytes)
+    result = b.output(found.nbytes)
     b.copy(ref, result)
-    b.program([], [Place(result, 1, places.nbytes, places.nbytes)]).run([], [places])
-    return np.array_equal(places.numpy(), PLACES.reshape(1, -1))
+    b.program([], [Place(result, 1, found.nbytes, found.nbytes)]).run([], [found])
+    return np.array_equal(found.numpy(), LAYOUT.reshape(1, -1))

@@ -287,7 +287,7 @@ class CoopF16(Single):
 
 @dataclass(frozen=True)
 class CoopFragments(Single):
-    """`coop_fragments`: int4, or a table in float16, on devices where `fragments.known`; ``splits`` of K, at most.
+    """`coop_fragments`: int4, or a table in float16, on devices with `fragments.LAYOUT`; ``splits`` of K, at most.
 
     **Fields:** ``shape.kb``: blocks in a step, whatever their number; ``terms``: `TERMS` if x is float32.
     """

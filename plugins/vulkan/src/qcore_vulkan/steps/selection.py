@@ -1,14 +1,14 @@
 """Selection of the kernel for a product on a GPU: by the device's features, the rows of x, the sizes of the weight.
 
 One row of float32: `RowGemv`. Other float activations: `Digits` for a row or two (of float32: up to four), `CoopGemv`
-for a few rows, `CoopFragments` or `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8
-activations: `Digits`, then `CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes
-were measured on an H200.
+for a few rows, `CoopFragments` or `CoopF16` beyond, `SharedFloat` without cooperative matrices. Int8 activations:
+`Digits`, then `CoopInt8`, else `SharedInt`. A kernel that the device's compiler refuses is skipped. Sizes were measured
+on an H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from math import ceil
@@ -64,7 +64,7 @@ _FRAGMENTS = {
         (TileShape(64, 256, 64, 32, 2), 20.9),
     ),
 }
-"""By the terms of x: tiles of `CoopFragments`, and nanoseconds that a core takes for one and a column of K."""
+"""By the terms of x: tiles of `CoopFragments`, and the nanoseconds of a core per tile and column of K."""
 _WIDE, _FEW_RESULTS = 1024, 40_000
 """`CoopFragments` is faster from this many rows of the weight, or from this many results; below, the smaller tiles of
 `CoopF16` are."""
@@ -95,7 +95,7 @@ def forget(device: Device, problem: GemmProblem) -> None:
 def usable(device: Device, problem: GemmProblem) -> Iterator[Kernel | RowGemv]:
     """The kernels that support a problem on this device, presumably fastest first."""
     for kernel in candidates(device.description, problem):
-        if isinstance(kernel, CoopFragments) and not fragments.known(device):
+        if isinstance(kernel, CoopFragments) and not fragments.has_layout(device):
             continue
         own = (kernel.variant, kernel.constants(problem.geometry), kernel.subgroup)
         try:
@@ -195,8 +195,8 @@ def _coop_gemv(description: Description, problem: GemmProblem) -> Iterator[Kerne
     whole = -g.n % 16 < 8 and g.n * g.row_bytes <= description.limits.max_storage_range
     if not (whole and s.control and s.min <= 32 <= s.max):
         return
-    tn = 8 if problem.m <= 8 and _has_matrix(description, (16, 8, 16), "f16", "f32") else 16
-    if not _has_matrix(description, (16, tn, 16), "f16", "f32"):
+    tn = 8 if problem.m <= 8 and description.has_matrix((16, 8, 16), "f16", "f32") else 16
+    if not description.has_matrix((16, tn, 16), "f16", "f32"):
         return
     cores = description.limits.cores or _CORES
     for r in (2, 1) if -(-g.n // 32) * 8 >= 7 * cores else (1, 2):
@@ -212,10 +212,10 @@ def _coop_shapes(
     for shape in sorted(shapes, key=lambda shape: (shape.bm < m, abs(shape.bm - m))):
         x, y, _ = shape.groups(m, n)
         room = cores * (128 // shape.bm) // (x * y)  # a core runs several small tiles at once
-        yield shape, next((splits for splits in reversed(_parts(description, problem)) if splits <= max(room, 1)), 1)
+        yield shape, next(splits for splits in reversed(_splits(description, problem)) if splits <= max(room, 1))
 
 
-def _parts(description: Description, problem: GemmProblem) -> list[int]:
+def _splits(description: Description, problem: GemmProblem) -> list[int]:
     """Splits of K whose partial results fit into scratch memory."""
     most = largest_piece(description.limits)
     return [splits for splits in (1, 2, 4, 8) if splits == 1 or 4 * splits * problem.m * problem.geometry.n <= most]
@@ -234,12 +234,16 @@ def _coop_by_time(
         tiles = -(-x * y * splits // cores) * shape.bm * shape.bn * columns * (1 + 32 / shape.bm + 32 / shape.bn)
         return tiles * _PRODUCT + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
 
-    found = sorted(((shape, splits) for shape in shapes for splits in _parts(description, problem)), key=time)
-    seen: set[TileShape] = set()
+    found = sorted(((shape, splits) for shape in shapes for splits in _splits(description, problem)), key=time)
+    yield from _first_of_each(found)
+
+
+def _first_of_each(found: Iterable[tuple[TileShape, int]]) -> Iterable[tuple[TileShape, int]]:
+    """Each shape once, with the splits at which it comes first."""
+    first: dict[TileShape, int] = {}
     for shape, splits in found:
-        if shape not in seen:
-            seen.add(shape)
-            yield shape, splits
+        first.setdefault(shape, splits)
+    return first.items()
 
 
 def _fragments(
@@ -260,13 +264,10 @@ def _fragments(
         columns = g.columns / splits + 65  # the first step and the results overlap with nothing
         return 1e-3 * rounds * pace * columns + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
 
-    parts = [splits for splits in _parts(description, problem) if splits == 1 or g.columns >= 512 * splits]
+    parts = [splits for splits in _splits(description, problem) if splits == 1 or g.columns >= 512 * splits]
     found = sorted(((*one, splits) for one in _FRAGMENTS[terms] for splits in parts), key=time)
-    seen: set[TileShape] = set()
-    for shape, _, splits in found:
-        if shape not in seen:
-            seen.add(shape)
-            yield CoopFragments(shape, splits, terms)
+    for shape, splits in _first_of_each((shape, splits) for shape, _, splits in found):
+        yield CoopFragments(shape, splits, terms)
 
 
 def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: GemmProblem) -> list[TileShape]:
@@ -283,13 +284,4 @@ def _by_time(shapes: tuple[TileShape, ...], description: Description, problem: G
 def _matrix(description: Description, operand: str, result: str) -> tuple[int, int, int] | None:
     """The shape of cooperative matrices of these element types, the first that the kernels support."""
     wanted = [(16, 16, 16), (16, 8, 16)] if operand == "f16" else [(16, 16, 32), (16, 16, 16), (16, 8, 32)]
-    return next((shape for shape in wanted if _has_matrix(description, shape, operand, result)), None)
-
-
-def _has_matrix(description: Description, shape: tuple[int, int, int], operand: str, result: str) -> bool:
-    return any(
-        (one.m, one.n, one.k) == shape
-        and (one.a, one.b, one.c, one.result) == (operand, operand, result, result)
-        and (one.scope, one.saturating) == ("subgroup", False)
-        for one in description.cooperative_matrix
-    )
+    return next((shape for shape in wanted if description.has_matrix(shape, operand, result)), None)
