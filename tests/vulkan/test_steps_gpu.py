@@ -231,7 +231,7 @@ def test_partial_results_fit_into_scratch_memory(rich, fmt):
             assert splits == 1 or 4 * splits * m * n <= 128 << 20
 
 
-def test_tables_whose_second_term_would_be_subnormal_stay_in_float32():
+def test_tables_of_tiny_values_stay_in_float32():
     for values, in_halves in (
         ([0.0, 0.125, -6.0, 65504.0], True),
         ([0.0, 0.0625, 1.0, 2.0], False),
