@@ -13,3 +13,9 @@ const Kernels& kernels();
 Pool pool();
 
 }  // namespace qcore_cpu
+
+// For ctypes; see host.cpp.
+QCORE_EXPORT int64_t qcore_cpu_form_size();
+QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows, const void* codes, int64_t size,
+                                  const void* scale, int scale_type, const void* zero, const void* bias, int bias_type,
+                                  void* y);

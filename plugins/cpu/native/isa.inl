@@ -10,6 +10,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "elements.h"
 #include "problem.h"
 
 namespace qcore_cpu {
@@ -25,6 +26,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "floats.inl"
 #include "windows.inl"
 #include "panel.inl"
+#include "elements.inl"
 #ifdef QCORE_PAIRS
 #include "pairs.inl"
 #endif
@@ -77,7 +79,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       nullptr, float_windows<false>,
 #endif
-      widen, lookup,
+      widen, lookup, &ELEMENTS,
   };
   return &kernels;
 }

@@ -37,6 +37,11 @@ class DirectLinear:
             weight.zero is ZeroPoint.FLOAT, scale or 1.0, zero, out_scale or 1.0, out_zero,
         )  # fmt: skip
 
+    @property
+    def form(self) -> bytes:
+        """What all calls have in common: ``Form`` of ``native/host.cpp``."""
+        return self._form.raw
+
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
         """``(..., N)`` for x ``(..., K)``; None if only the op can compute it."""
         shape = x.shape

@@ -30,11 +30,12 @@ class CpuLinear(RowsKernel):
             *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
             out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
         )  # fmt: skip
-        self._direct = direct_linear(request, self.layout.at.group)
+        self.direct = direct_linear(request, self.layout.at.group)
+        """The call past torch's dispatcher, if there is one for such layers."""
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
-        y = self._direct(x, packed, bias) if self._direct is not None and not given else None
+        y = self.direct(x, packed, bias) if self.direct is not None and not given else None
         return super().__call__(x, packed, bias, **given) if y is None else y
 
     @property

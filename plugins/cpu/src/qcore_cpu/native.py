@@ -52,33 +52,34 @@ def fault() -> str:
 
 
 @lru_cache(maxsize=1)
-def _handle() -> ctypes.CDLL:
+def handle() -> ctypes.CDLL:
+    """The library for calls by ctypes, once `fault` has found none."""
     found = library()
     assert found is not None  # `fault` has checked this
-    handle = ctypes.CDLL(str(found))
+    loaded = ctypes.CDLL(str(found))
     for name in ("qcore_cpu_isas", "qcore_cpu_isa"):
-        getattr(handle, name).restype = ctypes.c_char_p
+        getattr(loaded, name).restype = ctypes.c_char_p
     pointer, size, code, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-    handle.qcore_cpu_form_size.restype = size
-    handle.qcore_cpu_form.restype = None
-    handle.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 5, number, size, number, size]
+    loaded.qcore_cpu_form_size.restype = size
+    loaded.qcore_cpu_form.restype = None
+    loaded.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 5, number, size, number, size]
     codes, scale, bias = (pointer, size), (pointer, code), (pointer, code)
-    handle.qcore_cpu_linear.argtypes = [pointer, pointer, size, *codes, *scale, pointer, *bias, pointer]
-    return handle
+    loaded.qcore_cpu_linear.argtypes = [pointer, pointer, size, *codes, *scale, pointer, *bias, pointer]
+    return loaded
 
 
 def direct() -> tuple[Callable[..., int], Callable[..., None], int]:
     """``qcore_cpu_linear``, ``qcore_cpu_form`` and the bytes of a form; see ``native/host.cpp``."""
-    handle = _handle()
-    return handle.qcore_cpu_linear, handle.qcore_cpu_form, handle.qcore_cpu_form_size()
+    library = handle()
+    return library.qcore_cpu_linear, library.qcore_cpu_form, library.qcore_cpu_form_size()
 
 
 def isas() -> list[str]:
     """The instruction sets that this processor has and the library has kernels for, best first."""
-    return str(_handle().qcore_cpu_isas().decode()).split()
+    return str(handle().qcore_cpu_isas().decode()).split()
 
 
 def isa() -> str | None:
     """The one in use; None if `QCORE_CPU_ISA` names one that is not available."""
-    name = _handle().qcore_cpu_isa()
+    name = handle().qcore_cpu_isa()
     return None if name is None else str(name.decode())
