@@ -170,7 +170,8 @@ class Lowering:
             slot = self.slot()
             assert slot == position + 1
             if isinstance(given.example, Tensor):
-                self._values[place] = Value(slot, 0, meta(given.example.shape, given.example.dtype))
+                strides = given.example.stride() if given.role is Role.STATE else None
+                self._values[place] = Value(slot, 0, meta(given.example.shape, given.example.dtype, strides))
             else:
                 self._values[place] = given.example
         for now, node in enumerate(self._nodes):

@@ -47,9 +47,9 @@ class Program:
             if isinstance(node.meta.get("val"), Tensor) and is_constant(node, known)
         }
         self._lowered = lowered = Lowering(part, constants, rule_of).run()
-        self._roles = [(i, one.role) for i, one in enumerate(part.inputs) if isinstance(one.example, Tensor)]
-        self._weights = [position for position, role in self._roles if role is Role.WEIGHT]
-        self._read = [(position, role is Role.STATE) for position, role in self._roles if role is not Role.WEIGHT]
+        roles = [(i, one.role) for i, one in enumerate(part.inputs) if isinstance(one.example, Tensor)]
+        self._states = [(i, tuple(part.inputs[i].example.stride())) for i, role in roles if role is Role.STATE]
+        self._read = [position for position, role in roles if role not in {Role.WEIGHT, Role.STATE}]
         self._layers = [one.position for one in lowered.layers]
         self._rooms: list[_Room] = []
 
@@ -65,11 +65,14 @@ class Program:
     def _run(self, room: _Room, values: Sequence[Any]) -> list[Tensor]:
         bases, held = room.bases, list(values)
         self._bind(room, values)
-        for position, is_state in self._read:
+        for position, strides in self._states:
+            given = values[position]
+            if given.stride() != strides:
+                raise PartRefused(f"a state that it writes has the strides {given.stride()} instead of {strides}")
+            bases[position + 1] = given.data_ptr()
+        for position in self._read:
             given = values[position]
             if not given.is_contiguous() or given.is_neg():
-                if is_state:
-                    raise PartRefused("a state that it writes is not contiguous")
                 given = held[position] = given.contiguous().resolve_neg()
             bases[position + 1] = given.data_ptr()
         results = {slot: torch.empty(like.shape, dtype=like.dtype) for slot, like in self._lowered.outputs}

@@ -29,7 +29,7 @@ _UNARY = {
     "sqrt": Operation.SQRT, "exp": Operation.EXP, "log": Operation.LOG, "sin": Operation.SIN, "cos": Operation.COS,
     "tanh": Operation.TANH, "erf": Operation.ERF, "sigmoid": Operation.SIGMOID, "silu": Operation.SILU,
     "relu": Operation.RELU, "logical_not": Operation.NOT, "bitwise_not": Operation.NOT, "gelu": Operation.GELU,
-    "clone": Operation.IDENTITY, "_to_copy": Operation.IDENTITY,
+    "clone": Operation.IDENTITY, "_to_copy": Operation.IDENTITY, "lift_fresh_copy": Operation.IDENTITY,
 }  # fmt: skip
 COMPARISONS = {
     "eq": Operation.EQ, "ne": Operation.NE, "lt": Operation.LT, "le": Operation.LE, "gt": Operation.GT,
@@ -99,15 +99,15 @@ def _elementwise(low: Lowering, node: fx.Node) -> Value:
     elif name == "pow" and found[1] == 0.5:  # noqa: PLR2004
         operation, found = Operation.SQRT, found[:1]
     values = [low.value(one) if isinstance(one, fx.Node) else one for one in found]
-    if name in COMPARISONS:
-        values = _as_compared(values)
+    if name in COMPARISONS or name in {"add", "sub"}:
+        values = _rounded(values)
     like, whole = node.meta["val"], in_integers(node)
     alpha: Any = node.kwargs.get("alpha", 1)
     return low.elementwise(operation, values, low.new(like.shape, like.dtype), alpha=alpha, whole=whole)
 
 
-def _as_compared(values: list[Any]) -> list[Any]:
-    """Numbers as torch compares them: rounded to the dtype of the tensor."""
+def _rounded(values: list[Any]) -> list[Any]:
+    """Numbers as torch adds and compares them: rounded to the dtype of the tensor. Factors are not."""
     dtypes = [one.meta.dtype for one in values if isinstance(one, Value)]
     if len(dtypes) == len(values) or dtypes[0] not in FLOATS:
         return values

@@ -13,7 +13,7 @@ from qcore.plugin_api import base_name, is_constant, is_whole
 
 from .lowering import VIEWS
 from .rules import COMPARISONS, ELEMENTWISE, FLOATS, IN_INTEGERS, RULES, WHOLE, in_integers, operands, rule_name
-from .steps import DIMS
+from .steps import DIMS, Operation
 
 _BITWISE = frozenset({"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor"})
 _ROPE_DIMS = 4
@@ -85,7 +85,7 @@ def _why_not_elementwise(node: fx.Node, name: str) -> str:
         return refused
     if in_integers(node):
         arithmetic = name not in COMPARISONS and not name.startswith(("logical", "bitwise")) and len(values) < 3
-        alone = arithmetic and name not in {"clone", "_to_copy"} and torch.bool in {result.dtype, *dtypes}
+        alone = arithmetic and ELEMENTWISE[name] is not Operation.IDENTITY and torch.bool in {result.dtype, *dtypes}
         mixed = name in _BITWISE and {result.dtype, *dtypes} != {torch.bool}
         return refused if alone or mixed or ELEMENTWISE[name] not in IN_INTEGERS or name == "pow" else ""
     compared = name in COMPARISONS or name.startswith("logical")
