@@ -20,6 +20,12 @@ struct Norm {
   bool centred;  // a layer norm; else rms, whose result is rounded to x's type before the weight multiplies it
 };
 
+// Rows of a rotary embedding; `angles`: the type of cos and sin.
+struct Rotated {
+  Type x, angles, result;
+  int64_t width;
+};
+
 // Attention of some rows of queries that share one head of keys and values, over positions from `begin` to `end`.
 //   out[r] = sum of exp(s[r] - largest[r]) * v, s = scale * (q[r] . k) + mask; total[r]: the sum of exp.
 struct Attended {
@@ -36,9 +42,9 @@ struct Attended {
   int64_t begin, end;
   float *largest, *total;    // [rows]
   float* out;                // [rows][v_width]
-  float* scores;             // [rows][ATTENDED] scratch, and then max(width, v_width) more
+  float* scores;             // [rows][ATTENDED] scratch, and then ATTENDED * max(width, v_width) more
 };
-constexpr int64_t ATTENDED = 128;  // positions whose scores are computed at a time
+constexpr int64_t ATTENDED = 64;  // positions at a time: keys of 64 to 128 numbers stay in the cache
 
 struct Elements {
   // `count` numbers of any type but I8 and E8M0, `stride` elements apart.
@@ -48,6 +54,7 @@ struct Elements {
   void (*apply)(Operation op, float* a, const float* b, const float* c, int64_t count, float alpha);
   // `scratch`: 2 * n floats.
   void (*norm)(const Norm& norm, const void* x, const void* weight, const void* bias, void* y, float* scratch);
+  void (*rope)(const Rotated& form, const void* x, const void* cos, const void* sin, void* y);
   void (*attend)(const Attended& a);
 };
 

@@ -36,29 +36,59 @@ static void store_run(const float* from, Type type, int64_t count, void* to) {
   for (int64_t i = 0; i < count; i++) ((uint8_t*)to)[i] = from[i] != 0;
 }
 
-// e^x to 1.5 units in the last place: 2^n * e^r with n whole and |r| <= ln(2) / 2, r by a polynomial. In a form that
-// compilers make vectors of. Beyond what float32 holds 0 and Inf, NaN stays.
-static inline float exp_of(float x) {
-  const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;  // NaN: neither comparison holds
-  constexpr float MAGIC = 12582912.0f;                                  // 1.5 * 2^23: adding it rounds to whole numbers
-  const float n = bounded * 1.44269504f + MAGIC - MAGIC;
-  const float r = bounded - n * 0.693145752f - n * 1.42860677e-6f;  // ln(2) in two parts
-  float p = 1.98412698e-4f;
-  p = p * r + 1.38888889e-3f;
-  p = p * r + 8.33333333e-3f;
-  p = p * r + 4.16666667e-2f;
-  p = p * r + 1.66666667e-1f;
-  p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
+// e^x to 1.5 units in the last place: 2^n * e^r with n whole and |r| <= ln(2) / 2, e^r by a polynomial. Beyond what
+// float32 holds 0 and Inf. NaN stays: the smaller or larger of a number and NaN, in this order, is NaN.
+static inline F exp_f(F x) {
+  const F bounded = min_f(set_f(89.0f), max_f(set_f(-104.0f), x));
+  const I n = round_i(mul_f(bounded, set_f(1.44269504f)));
+  const F whole = to_f(n);  // ln(2) in two parts, of which the first times n is exact
+  const F r = sub_f(sub_f(bounded, mul_f(whole, set_f(0.693145752f))), mul_f(whole, set_f(1.42860677e-6f)));
+  F p = add_f(mul_f(set_f(1.98412698e-4f), r), set_f(1.38888889e-3f));
+  p = add_f(mul_f(p, r), set_f(8.33333333e-3f));
+  p = add_f(mul_f(p, r), set_f(4.16666667e-2f));
+  p = add_f(mul_f(p, r), set_f(1.66666667e-1f));
+  p = add_f(mul_f(p, r), set_f(0.5f));
+  p = add_f(add_f(mul_f(mul_f(p, r), r), r), set_f(1.0f));
   // In two factors, as 2^n itself may be no float32.
-  const int32_t whole = n == n ? (int32_t)n : 0, half = whole >> 1;
-  const int32_t first = (half + 127) << 23, second = (whole - half + 127) << 23;
-  float a, b;
-  __builtin_memcpy(&a, &first, 4);
-  __builtin_memcpy(&b, &second, 4);
-  return p * a * b;
+  const I half = sra_i<1>(n), rest = sub_i(n, half), bias = set_i(127);
+  return mul_f(mul_f(p, from_bits(shl_i<23>(add_i(half, bias)))), from_bits(shl_i<23>(add_i(rest, bias))));
 }
-static inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+static inline F negative(F x) { return sub_f(set_f(0), x); }
+static inline F sigmoid_f(F x) { return div_f(set_f(1), add_f(set_f(1), exp_f(negative(x)))); }
+static inline F silu_f(F x) { return div_f(x, add_f(set_f(1), exp_f(negative(x)))); }
+// 0.5 * (1 + tanh(u)) is the logistic function of 2 * u.
+static inline F gelu_tanh_f(F x) {
+  const F cube = mul_f(mul_f(x, x), x);
+  return mul_f(x, sigmoid_f(mul_f(set_f(1.59576912f), add_f(x, mul_f(set_f(0.044715f), cube)))));
+}
+// x * P(x), P of the normal distribution by Abramowitz and Stegun, 7.1.26 (an error of 1.5e-7): P(-|x|) is
+// 0.5 * erfc(|x| / sqrt(2)), and P(|x|) is 1 less that.
+static inline F gelu_f(F x) {
+  const F z = mul_f(from_bits(and_i(bits(x), set_i(0x7fffffff))), set_f(0.707106781f));
+  const F t = div_f(set_f(1), add_f(set_f(1), mul_f(set_f(0.3275911f), z)));
+  F p = add_f(mul_f(set_f(1.061405429f), t), set_f(-1.453152027f));
+  p = add_f(mul_f(p, t), set_f(1.421413741f));
+  p = add_f(mul_f(p, t), set_f(-0.284496736f));
+  p = add_f(mul_f(p, t), set_f(0.254829592f));
+  const F tail = mul_f(mul_f(mul_f(set_f(0.5f), p), t), exp_f(negative(mul_f(z, z))));
+  const F positive = to_f(add_i(set_i(1), sra_i<31>(bits(x))));  // 1, or 0 for negative x
+  return mul_f(x, add_f(tail, mul_f(sub_f(set_f(1), add_f(tail, tail)), positive)));
+}
+
+template <F (*FUNCTION)(F)>
+static void apply_f(float* a, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_f(a + i, FUNCTION(load_f(a + i)));
+  if (i == count) return;
+  alignas(64) float rest[LANES] = {0};
+  __builtin_memcpy(rest, a + i, (size_t)(count - i) * 4);
+  store_f(rest, FUNCTION(load_f(rest)));
+  __builtin_memcpy(a + i, rest, (size_t)(count - i) * 4);
+}
+static inline float exp_of(float x) {
+  apply_f<exp_f>(&x, 1);
+  return x;
+}
 
 #define QCORE_RUN(value) \
   for (int64_t i = 0; i < count; i++) { const float x = a[i]; a[i] = (value); } \
@@ -92,16 +122,16 @@ static void apply(Operation op, float* __restrict a, const float* __restrict b, 
     case RECIPROCAL: QCORE_RUN(1.0f / x);
     case RSQRT: QCORE_RUN(1.0f / __builtin_sqrtf(x));
     case SQRT: QCORE_RUN(__builtin_sqrtf(x));
-    case EXP: QCORE_RUN(exp_of(x));
+    case EXP: return apply_f<exp_f>(a, count);
     case LOG: QCORE_RUN(__builtin_logf(x));
     case SIN: QCORE_RUN(__builtin_sinf(x));
     case COS: QCORE_RUN(__builtin_cosf(x));
     case TANH: QCORE_RUN(__builtin_tanhf(x));
     case ERF: QCORE_RUN(__builtin_erff(x));
-    case SIGMOID: QCORE_RUN(sigmoid_of(x));
-    case SILU: QCORE_RUN(x / (1.0f + exp_of(-x)));
-    case GELU: QCORE_RUN(x * 0.5f * (1.0f + __builtin_erff(x * 0.707106781f)));
-    case GELU_TANH: QCORE_RUN(0.5f * x * (1.0f + __builtin_tanhf(0.797884561f * (x + 0.044715f * x * x * x))));
+    case SIGMOID: return apply_f<sigmoid_f>(a, count);
+    case SILU: return apply_f<silu_f>(a, count);
+    case GELU: return apply_f<gelu_f>(a, count);
+    case GELU_TANH: return apply_f<gelu_tanh_f>(a, count);
     case RELU: QCORE_RUN(x < 0 ? 0.0f : x);
   }
 }
@@ -113,6 +143,45 @@ static inline float sum_f(F v) {
   float sum = 0;
   for (int i = 0; i < LANES; i++) sum += t[i];
   return sum;
+}
+
+// A vector rounded to a type of floats.
+static inline F rounded_f(F v, Type type) {
+  if (type == F32) return v;
+  if (type == BF16) return from_bits(shl_i<16>(bf16_words(v)));
+  alignas(64) uint16_t words[LANES];
+  store_fp16(words, v);
+  return fp16_f(words);
+}
+
+// x * cos + cat(-x2, x1) * sin, x1 and x2 the halves of x; products and sum are rounded to the result's type.
+static void rope_row(const Rotated& form, const void* x, const void* cos, const void* sin, void* y) {
+  const int64_t half = form.width / 2;
+  const auto turn = [&](const void* x, int64_t at, int64_t other, F sign, const void* cos, const void* sin, void* y) {
+    const F straight = rounded_f(mul_f(widen_f(x, at, form.x), widen_f(cos, at, form.angles)), form.result);
+    const F turned = mul_f(mul_f(widen_f(x, other, form.x), sign), widen_f(sin, at, form.angles));
+    store_result(y, at, form.result, add_f(straight, rounded_f(turned, form.result)));
+  };
+  const F minus = set_f(-1), plus = set_f(1);
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    turn(x, i, half + i, minus, cos, sin, y);
+    turn(x, half + i, i, plus, cos, sin, y);
+  }
+  for (; i < half; i++) {  // one element of each half, padded to vectors
+    alignas(64) char part[4][2 * LANES * 4] = {};
+    const auto copy = [&](int slot, const void* from, Type type) {
+      const int size = type_size(type);
+      __builtin_memcpy(part[slot], (const char*)from + i * size, (size_t)size);
+      __builtin_memcpy(part[slot] + LANES * size, (const char*)from + (half + i) * size, (size_t)size);
+    };
+    copy(0, x, form.x), copy(1, cos, form.angles), copy(2, sin, form.angles);
+    turn(part[0], 0, LANES, minus, part[1], part[2], part[3]);
+    turn(part[0], LANES, 0, plus, part[1], part[2], part[3]);
+    const int size = type_size(form.result);
+    __builtin_memcpy((char*)y + i * size, part[3], (size_t)size);
+    __builtin_memcpy((char*)y + (half + i) * size, part[3] + LANES * size, (size_t)size);
+  }
 }
 
 static float dot_of(const float* a, const float* b, int64_t count) {
@@ -154,60 +223,83 @@ static void norm_row(const Norm& norm, const void* x, const void* weight, const 
   narrow_run(values, norm.result, n, y);
 }
 
-// Scores of some positions, then their part of the sums, which are scaled down whenever a larger score appears. What no
-// row sees is not read.
+// What is added to the score of row r at position s; -Inf hides it.
+static inline float added_score(const Attended& a, int64_t r, int64_t s) {
+  if (s >= a.limits[r]) return -__builtin_inff();
+  if (!a.mask) return 0;
+  const char* at = a.mask + a.mask_rows[r] + s * a.mask_step;
+  return a.mask_type != B8 ? number_at(at, 0, a.mask_type) : *at ? 0.0f : -__builtin_inff();
+}
+
+// Scores as powers of e below the largest one so far; what was summed before is scaled down if there is a larger one.
+static void share(const Attended& a, int64_t r, int64_t count) {
+  float *scores = a.scores + r * ATTENDED, *out = a.out + r * a.v_width;
+  float largest = a.largest[r];
+  for (int64_t j = 0; j < count; j++) largest = scores[j] > largest || scores[j] != scores[j] ? scores[j] : largest;
+  if (largest == -__builtin_inff()) {  // nothing is seen yet
+    for (int64_t j = 0; j < count; j++) scores[j] = 0;
+    return;
+  }
+  const float before = exp_of(a.largest[r] - largest);
+  for (int64_t j = 0; j < count; j++) scores[j] -= largest;
+  apply_f<exp_f>(scores, count);
+  float total = a.total[r] * before;
+  for (int64_t j = 0; j < count; j++) total += scores[j];
+  for (int64_t i = 0; i < a.v_width; i++) out[i] *= before;
+  a.largest[r] = largest, a.total[r] = total;
+}
+
+// Adds VECTORS vectors of the values of the positions `seen`, [..][v_width], times the shares of one row.
+template <int VECTORS>
+static void add_values(const float* values, int64_t step, const float* shares, const int32_t* seen, int64_t count, float* out) {
+  F sum[VECTORS];
+  for (int v = 0; v < VECTORS; v++) sum[v] = load_f(out + v * LANES);
+  for (int64_t j = 0; j < count; j++) {
+    const float share = shares[seen[j]];
+    if (share == 0) continue;  // hidden from this row: 0 times what is not finite would be NaN
+    const F factor = set_f(share);
+    for (int v = 0; v < VECTORS; v++) sum[v] = fma_f(factor, load_f(values + j * step + v * LANES), sum[v]);
+  }
+  for (int v = 0; v < VECTORS; v++) store_f(out + v * LANES, sum[v]);
+}
+
+// ATTENDED positions at a time: which of them any row sees; their keys as floats, and scores; shares; their values as
+// floats in the same memory, and sums. What no row sees is not read.
 static void attend(const Attended& a) {
-  float* number = a.scores + a.rows * ATTENDED;
+  float* numbers = a.scores + a.rows * ATTENDED;
+  int32_t seen[ATTENDED];
   for (int64_t r = 0; r < a.rows; r++) a.largest[r] = -__builtin_inff(), a.total[r] = 0;
   for (int64_t i = 0; i < a.rows * a.v_width; i++) a.out[i] = 0;
   for (int64_t from = a.begin; from < a.end; from += ATTENDED) {
     const int64_t count = a.end - from < ATTENDED ? a.end - from : ATTENDED;
+    int64_t found = 0;
     for (int64_t j = 0; j < count; j++) {
-      const int64_t s = from + j;
-      bool read = false;
-      for (int64_t r = 0; r < a.rows; r++) {
-        float added = s < a.limits[r] ? 0.0f : -__builtin_inff();
-        if (a.mask && added == 0) {
-          const char* at = a.mask + a.mask_rows[r] + s * a.mask_step;
-          added = a.mask_type != B8 ? number_at(at, 0, a.mask_type) : *at ? 0.0f : -__builtin_inff();
-        }
-        float score = added;
-        if (added != -__builtin_inff()) {
-          if (!read) widen(a.k + s * a.k_step, a.type, a.width, number), read = true;
-          score += dot_of(a.q + r * a.width, number, a.width);
-        }
-        a.scores[r * ATTENDED + j] = score;
-      }
+      bool any = false;
+      for (int64_t r = 0; r < a.rows; r++) any |= (a.scores[r * ATTENDED + j] = added_score(a, r, from + j)) != -__builtin_inff();
+      if (any) seen[found++] = (int32_t)j;
     }
+    if (!found) continue;
+    for (int64_t j = 0; j < found; j++) widen(a.k + (from + seen[j]) * a.k_step, a.type, a.width, numbers + j * a.width);
     for (int64_t r = 0; r < a.rows; r++) {
-      float *scores = a.scores + r * ATTENDED, *out = a.out + r * a.v_width;
-      float largest = a.largest[r];
-      for (int64_t j = 0; j < count; j++) largest = scores[j] > largest || scores[j] != scores[j] ? scores[j] : largest;
-      if (largest == -__builtin_inff()) {
-        for (int64_t j = 0; j < count; j++) scores[j] = 0;
-        continue;
+      float* scores = a.scores + r * ATTENDED;
+      for (int64_t j = 0; j < found; j++) {
+        float& score = scores[seen[j]];
+        if (score != -__builtin_inff()) score += dot_of(a.q + r * a.width, numbers + j * a.width, a.width);
       }
-      const float before = exp_of(a.largest[r] - largest);
-      for (int64_t j = 0; j < count; j++) scores[j] = exp_of(scores[j] - largest);
-      float total = a.total[r] * before;
-      for (int64_t j = 0; j < count; j++) total += scores[j];
-      for (int64_t i = 0; i < a.v_width; i++) out[i] *= before;
-      a.largest[r] = largest, a.total[r] = total;
+      share(a, r, count);
     }
-    for (int64_t j = 0; j < count; j++) {
-      bool read = false;
-      for (int64_t r = 0; r < a.rows; r++) {
-        const float weight = a.scores[r * ATTENDED + j];
-        if (weight == 0) continue;
-        if (!read) widen(a.v + (from + j) * a.v_step, a.type, a.v_width, number), read = true;
-        float* out = a.out + r * a.v_width;
-        const F factor = set_f(weight);
-        int64_t i = 0;
-        for (; i + LANES <= a.v_width; i += LANES) store_f(out + i, fma_f(factor, load_f(number + i), load_f(out + i)));
-        for (; i < a.v_width; i++) out[i] += weight * number[i];
+    for (int64_t j = 0; j < found; j++) widen(a.v + (from + seen[j]) * a.v_step, a.type, a.v_width, numbers + j * a.v_width);
+    for (int64_t r = 0; r < a.rows; r++) {
+      const float* shares = a.scores + r * ATTENDED;
+      float* out = a.out + r * a.v_width;
+      int64_t i = 0;
+      for (; i + 8 * LANES <= a.v_width; i += 8 * LANES) add_values<8>(numbers + i, a.v_width, shares, seen, found, out + i);
+      for (; i + LANES <= a.v_width; i += LANES) add_values<1>(numbers + i, a.v_width, shares, seen, found, out + i);
+      for (; i < a.v_width; i++) {
+        for (int64_t j = 0; j < found; j++) out[i] += shares[seen[j]] == 0 ? 0.0f : shares[seen[j]] * numbers[j * a.v_width + i];
       }
     }
   }
 }
 
-static constexpr Elements ELEMENTS = {load_run, store_run, apply, norm_row, attend};
+static constexpr Elements ELEMENTS = {load_run, store_run, apply, norm_row, rope_row, attend};

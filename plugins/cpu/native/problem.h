@@ -11,7 +11,9 @@ enum Type : int { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, E8M0 = 4, I64 = 5, I32 = 6
 static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The largest number of rows in a block, of as many as are needed and as even as can be, with at most `most` rows each.
 static inline int even_rows(int64_t rows, int most) { return (int)ceil_div(rows, ceil_div(rows, most)); }
-static inline constexpr int type_size(Type type) { return type == I64 ? 8 : type == F32 || type == I32 ? 4 : type == BF16 || type == F16 ? 2 : 1; }
+static inline constexpr int type_size(Type type) {
+  return type == I64 ? 8 : type == F32 || type == I32 ? 4 : type == BF16 || type == F16 ? 2 : 1;
+}
 
 // How a packed weight is read.
 //   INT4: codes + 8, two to a byte; INT8: codes + 128; HALVES4: a 4-bit code that indexes 16 whole numbers (fp4 times 2);

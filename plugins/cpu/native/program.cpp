@@ -87,42 +87,57 @@ void integers(const Elementwise& s, const Frame& f, int64_t row, int64_t from, i
   }
 }
 
-void floats(const Elementwise& s, const Frame& f, int64_t row, int64_t from, int64_t count) {
+// Elements `from` to `from + count` of `rows` rows from `row` on, of floats: all elements of a row if there are several.
+void floats(const Elementwise& s, const Frame& f, int64_t row, int64_t rows, int64_t from, int64_t count) {
   alignas(64) float values[OPERANDS][RUN];
   const Elements& use = *f.kernels.elements;
   for (int o = 0; o < s.count; o++) {
     const Operand& one = s.operands[o];
     if (one.at.slot < 0) {
-      std::fill_n(values[o], count, static_cast<float>(one.number));
+      std::fill_n(values[o], rows * count, static_cast<float>(one.number));
       continue;
     }
     const int64_t stride = one.strides[s.dims - 1];
-    const int64_t at = offset_of(row, s.dims, s.sizes, one.strides) + from * stride;
-    use.load(f.at(one.at) + at * type_size(type_of(one.at)), type_of(one.at), stride, count, values[o]);
+    const Type type = type_of(one.at);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t at = offset_of(row + r, s.dims, s.sizes, one.strides) + from * stride;
+      use.load(f.at(one.at) + at * type_size(type), type, stride, count, values[o] + r * count);
+    }
   }
-  use.apply(static_cast<Operation>(s.operation), values[0], values[1], values[2], count, static_cast<float>(s.alpha));
+  use.apply(static_cast<Operation>(s.operation), values[0], values[1], values[2], rows * count, static_cast<float>(s.alpha));
   const int64_t to = row * s.sizes[s.dims - 1] + from;
-  use.store(values[0], type_of(s.to), count, f.at(s.to) + to * type_size(type_of(s.to)));
+  use.store(values[0], type_of(s.to), rows * count, f.at(s.to) + to * type_size(type_of(s.to)));
 }
 
 void run(const Elementwise& s, const Frame& f) {
-  const int64_t inner = s.sizes[s.dims - 1], runs = ceil_div(inner, RUN);
-  each(f.pool, rows_of(s.dims, s.sizes) * runs, std::max<int64_t>(1, GRAIN / std::min(inner, RUN)), [&](int64_t i) {
-    const int64_t row = i / runs, from = i % runs * RUN, count = std::min(RUN, inner - from);
-    (s.integers ? integers : floats)(s, f, row, from, count);
+  const int64_t inner = s.sizes[s.dims - 1], all = rows_of(s.dims, s.sizes);
+  const int64_t together = s.integers ? 1 : std::max<int64_t>(1, RUN / inner), runs = ceil_div(inner, RUN);
+  const int64_t size = std::min(inner, RUN) * together;
+  each(f.pool, ceil_div(all, together) * runs, std::max<int64_t>(1, GRAIN / size), [&](int64_t i) {
+    const int64_t row = i / runs * together, from = i % runs * RUN, count = std::min(RUN, inner - from);
+    if (s.integers) integers(s, f, row, from, count);
+    else floats(s, f, row, std::min(together, all - row), from, count);
   });
 }
 
 void run(const Copy& s, const Frame& f) {
-  const int64_t inner = s.sizes[s.dims - 1], size = s.size;
-  const int64_t step = s.from_strides[s.dims - 1] * size, to_step = s.to_strides[s.dims - 1] * size;
-  each(f.pool, rows_of(s.dims, s.sizes), std::max<int64_t>(1, GRAIN / inner), [&](int64_t row) {
-    const char* from = f.at(s.from) + offset_of(row, s.dims, s.sizes, s.from_strides) * size;
-    char* to = f.at(s.to) + offset_of(row, s.dims, s.sizes, s.to_strides) * size;
-    if (step == size && to_step == size) {
-      std::memcpy(to, from, inner * size);
-    } else {
-      for (int64_t i = 0; i < inner; i++) std::memcpy(to + i * to_step, from + i * step, size);
+  const int last = s.dims - 1, above = std::max(0, s.dims - 2);
+  const int64_t inner = s.sizes[last], size = s.size, lines = s.dims > 1 ? s.sizes[above] : 1;
+  const int64_t step = s.from_strides[last] * size, to_step = s.to_strides[last] * size;
+  const int64_t line = s.from_strides[above] * size, to_line = s.to_strides[above] * size;
+  each(f.pool, rows_of(s.dims, s.sizes) / lines, std::max<int64_t>(1, GRAIN / (inner * lines)), [&](int64_t plane) {
+    const char* from = f.at(s.from) + offset_of(plane * lines, s.dims, s.sizes, s.from_strides) * size;
+    char* to = f.at(s.to) + offset_of(plane * lines, s.dims, s.sizes, s.to_strides) * size;
+    for (int64_t l = 0; l < lines; l++, from += line, to += to_line) {
+      if (step == size && to_step == size) {
+        std::memcpy(to, from, inner * size);
+      } else if (size == 2) {
+        for (int64_t i = 0; i < inner; i++) std::memcpy(to + i * to_step, from + i * step, 2);
+      } else if (size == 4) {
+        for (int64_t i = 0; i < inner; i++) std::memcpy(to + i * to_step, from + i * step, 4);
+      } else {
+        for (int64_t i = 0; i < inner; i++) std::memcpy(to + i * to_step, from + i * step, size);
+      }
     }
   });
 }
@@ -139,29 +154,14 @@ void run(const NormStep& s, const Frame& f) {
   });
 }
 
-// Every product and the sum are rounded to the type of the result, as torch rounds them.
 void run(const Rope& s, const Frame& f) {
-  const int64_t half = s.width / 2;
-  const Type type = type_of(s.y);
-  const Elements& use = *f.kernels.elements;
+  const Rotated form{type_of(s.x), type_of(s.cos), type_of(s.y), s.width};
+  const int64_t size = s.width * type_size(form.result), sizes[4] = {s.sizes[0], s.sizes[1], s.sizes[2], 1};
   each(f.pool, s.sizes[0] * s.sizes[1] * s.sizes[2], std::max<int64_t>(1, GRAIN / s.width), [&](int64_t row) {
-    const Scratch scratch(16 * s.width);
-    if (!scratch.data) throw std::bad_alloc();
-    float *x = reinterpret_cast<float*>(scratch.data), *turned = x + s.width, *c = turned + s.width, *d = c + s.width;
-    const int64_t sizes[4] = {s.sizes[0], s.sizes[1], s.sizes[2], 1};
-    const auto load = [&](const Place& p, const int64_t* strides, float* to) {
-      const int64_t at = offset_of(row, 4, sizes, strides) * type_size(type_of(p));
-      use.load(f.at(p) + at, type_of(p), 1, s.width, to);
+    const auto at = [&](const Place& p, const int64_t* strides) {
+      return f.at(p) + offset_of(row, 4, sizes, strides) * type_size(type_of(p));
     };
-    load(s.x, s.x_strides, x), load(s.cos, s.cos_strides, c), load(s.sin, s.sin_strides, d);
-    for (int64_t i = 0; i < half; i++) turned[i] = -x[half + i], turned[half + i] = x[i];
-    use.apply(MUL, x, c, nullptr, s.width, 0), use.apply(MUL, turned, d, nullptr, s.width, 0);
-    char* y = f.at(s.y) + row * s.width * type_size(type);
-    for (float* one : {x, turned}) {
-      if (type != F32) use.store(one, type, s.width, y), use.load(y, type, 1, s.width, one);
-    }
-    use.apply(ADD, x, turned, nullptr, s.width, 1);
-    use.store(x, type, s.width, y);
+    f.kernels.elements->rope(form, at(s.x, s.x_strides), at(s.cos, s.cos_strides), at(s.sin, s.sin_strides), f.at(s.y) + row * size);
   });
 }
 
@@ -181,7 +181,7 @@ void run(const Attention& s, const Frame& f) {
   const int64_t size = type_size(type);
   each(f.pool, pairs * parts, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, s.positions / parts * s.width)), [&](int64_t task) {
     const int64_t part = task % parts, kv = task / parts % s.kv_heads, b = task / parts / s.kv_heads;
-    const int64_t needed = rows * s.width + rows * ATTENDED + std::max(s.width, s.v_width);
+    const int64_t needed = rows * s.width + ATTENDED * (rows + std::max(s.width, s.v_width));
     const Scratch scratch(4 * needed + 16 * rows);
     if (!scratch.data) throw std::bad_alloc();
     int64_t *limits = reinterpret_cast<int64_t*>(scratch.data), *mask_rows = limits + rows;
