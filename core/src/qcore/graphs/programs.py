@@ -214,7 +214,7 @@ class _Run(torch.nn.Module):
             try:
                 return self._on_device(values)
             except PartRefused as reason:
-                self._refuse(first_line(reason))
+                self._refuse(first_line(reason), once=reason.once)
         states.synchronize(values)
         results = list(self._part.graph(*values))
         for place, position in self._part.updates.items():
@@ -231,8 +231,12 @@ class _Run(torch.nn.Module):
             results[position] = value
         return results
 
-    def _refuse(self, why: str) -> None:
-        warnings.warn(f"{self._report.backend}: a part runs in torch: {why}", QcoreWarning, stacklevel=2)
+    def _refuse(self, why: str, *, once: bool) -> None:
+        what = "a part runs in torch for a call" if once else "a part runs in torch"
+        warnings.warn(f"{self._report.backend}: {what}: {why}", QcoreWarning, stacklevel=2)
+        if once:
+            self._report.calls[why] = self._report.calls.get(why, 0) + 1
+            return
         self._in_torch = True
         self._report.parts = [one for one in self._report.parts if one is not self._listed]
         self._report.host += [HostNode.of(node, why) for node in self._part.nodes]
