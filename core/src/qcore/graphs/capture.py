@@ -24,7 +24,7 @@ from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .noting import note_call
 from .ops import QUANTIZED, decompositions, is_whole
-from .rewriting import constants, counters, keep_whole, scalars, with_scalars
+from .rewriting import computes, constants, counters, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
 
@@ -32,6 +32,7 @@ GRADIENTS = (
     "graph backends run inference only, and this call needs gradients; call the model under torch.inference_mode() or "
     "torch.no_grad(), or compile it with another backend for training"
 )
+INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
 
 
 def torch_compile_backend(backend: GraphBackend) -> Callable[..., Callable[..., Any]]:
@@ -61,6 +62,7 @@ class Captured:
         static = [value for value, role in zip(inputs, self._roles, strict=True) if role is not Role.FRESH]
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)
+        self._why_not = INNER_GRADIENTS if computes(module, "_grad_increment_nesting") else ""
         self._recorded, self._counters = counters(keep_whole(module))
         self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
@@ -92,9 +94,9 @@ class Captured:
             return program
 
     def _compiled(self, numbers: Sequence[Any], overlap: overlaps.Overlap, values: Sequence[Any]) -> Callable[..., Any]:
-        report = Report(self._backend.name, tuple(int(number) for number in numbers))
+        report = Report(self._backend.name, tuple(number for number in numbers if type(number) is int))
         self._record.reports.append(report)
-        why = _why_not(values, self._backend) or (overlaps.MANY if overlap is overlaps.OTHERS else "")
+        why = self._why_not or _why_not(values, self._backend) or (overlaps.MANY if overlap is overlaps.OTHERS else "")
         if why:
             return self._refuse(report, why)
         try:
@@ -119,16 +121,17 @@ class Captured:
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._guards import tracing
 
-        counted, merged = states.TorchWrites(), False
+        counted, whole = states.TorchWrites(), True
 
         def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-            nonlocal merged
+            nonlocal whole
             places = gm.graph.find_nodes(op="placeholder")
-            merged = len(places) < len(self._roles)  # arguments that overlap
-            given = [programs.Given(Role.FRESH)] * len(places) if merged else self._given(values)
+            # Fewer if AOT autograd has merged arguments that overlap, more if it has taken some apart.
+            whole = len(places) == len(self._roles)
+            given = self._given(values) if whole else [programs.Given(Role.FRESH)] * len(places)
             with _compiling(False):
                 program = programs.build(gm, given, self._backend, report)
-            if not merged:
+            if whole:
                 self._overlaps.set_written(program.written)
                 counted.written = program.written if self._backend.defers_writes else ()
             return make_boxed_func(counted.inner(program.run))
@@ -144,7 +147,7 @@ class Captured:
                 inference_compiler=compile_inference, decompositions=decompositions(),
                 keep_inference_input_mutations=True,
             )  # fmt: skip
-        run = _with_overlap(run, overlap) if merged else counted.outer(run)
+        run = counted.outer(run) if whole else _with_overlap(run, overlap)
         return disable(run)  # type: ignore[no-any-return, no-untyped-call]
 
 

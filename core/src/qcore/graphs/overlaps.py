@@ -41,7 +41,10 @@ class Overlaps:
     def of(self, values: Sequence[Any]) -> Overlap:
         """What distinguishes a call: empty if nothing overlaps what the graph writes."""
         places = self._looked_at
-        memories = [*map(_identity, map(_storage_of, [values[i] for i in places]))]
+        try:
+            memories = [*map(_identity, map(_storage_of, [values[i] for i in places]))]
+        except (NotImplementedError, RuntimeError):  # of a tensor without memory of its own: sparse, nested
+            return ()
         if len({*memories}) == len(memories):
             return ()
         groups: dict[int, list[int]] = {}
