@@ -134,6 +134,20 @@ def assert_right_case(device, case: str, mask: str | None) -> None:
     assert_right(device, q, k, v, given, mask == "causal")
 
 
+@pytest.mark.parametrize("case", ["decode", "prefill", "odd", "long"])
+def test_rows_that_the_least_float_hides(vulkan, case):  # noqa: F811
+    """They take the mean of these keys; other rows do not see them, and nothing sees those that -inf hides."""
+    batch, heads, key_heads, queries, keys, columns, width = CASES[case]
+    q, k = drawn(batch, heads, queries, columns), drawn(batch, key_heads, keys, columns)
+    v = drawn(batch, key_heads, keys, width, seed=2)
+    mask = torch.where(drawn(batch, 1, queries, keys, seed=3) > 1, 0.0, torch.finfo(torch.float32).min)
+    assert_right(vulkan, q, k, v, mask)
+    mask[:, :, queries // 2] = torch.finfo(torch.float32).min
+    assert_right(vulkan, q, k, v, mask)
+    mask[..., keys // 2 :] = -math.inf
+    assert_right(vulkan, q, k, v, mask)
+
+
 @pytest.mark.parametrize("width", [16, 6])
 def test_strided_operands_and_a_scale(vulkan, width):  # noqa: F811
     """Queries and keys as views of a projection, keys and values in caches of which a part is valid."""

@@ -5,6 +5,7 @@ import torch
 from graph_backends import part_of
 from torch import nn
 
+from qcore.graphs import PartRefused
 from qcore_xla.graphs.backend import qcore_xla
 from qcore_xla.graphs.program import Program
 
@@ -48,8 +49,9 @@ def test_integers_that_fit(name):
 @pytest.mark.parametrize("name", DO_NOT_FIT)
 def test_integers_that_do_not_fit(name):
     function, x = DO_NOT_FIT[name]
-    with pytest.raises(OverflowError, match="32 bits"):
+    with pytest.raises(PartRefused, match="32 bits") as refused:
         run(function, x)
+    assert refused.value.once
 
 
 class Counters(nn.Module):

@@ -4,7 +4,8 @@
 // innermost, so that keys and values are read once for all of them), and a range of keys, KEYS at a time:
 //
 // 1. Scores: a team of TEAM lanes per key multiplies it by all rows' queries, which lie in shared memory. Keys that the
-//    mask hides from every row are not read: static caches are mostly empty.
+//    mask hides from every row are not read: static caches are mostly empty. A mask of the least float hides as well,
+//    but rows that see nothing else take the mean of such keys.
 // 2. Softmax: a subgroup for four rows finds the largest score so far, and turns scores into powers of two.
 // 3. Values: lanes side by side take fours of the values' columns, groups of lanes the keys in turn; each lane adds up
 //    its columns for all rows in registers. A value that has no weight is not read.
@@ -92,6 +93,8 @@ shared uint met[3];                // whether a row sees one of these keys; of t
 shared uint before;                // workgroups that have ended before this one
 
 #define LOWEST uintBitsToFloat(0xff800000u)
+#define LEAST uintBitsToFloat(0xff7fffffu)  // the least float
+#define FAR -1e38                           // what absorbs every score
 
 vec4 sums[ROWS * EACH];
 
@@ -122,7 +125,8 @@ float bias(uint r, uint key) {
     if (MASK == 0u) return 0.0;
     uint word = mask[mask_row[r] + key * push.m_stride[3]];
     if (MASK == BOOL_MASK) return word != 0u ? 0.0 : LOWEST;
-    return uintBitsToFloat(word) * 1.44269504;
+    float added = uintBitsToFloat(word) * 1.44269504;
+    return added == LOWEST && uintBitsToFloat(word) != LOWEST ? LEAST : added;
 }
 
 // The `bias` of a key for every row. Heads that share their keys mostly share their mask as well: it is read once.
@@ -148,16 +152,18 @@ void score(uint c, uint base, uint end, uint member, uint batch, uint head, uint
     float product[EACH_TEAM * ROWS];
     float hidden[EACH_TEAM][ROWS];
     bool seen = false;
+    bool weighs = false;
     [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {
         biases(base + c + i * TEAMS, hidden[i]);
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
             product[i * ROWS + r] = 0.0;
-            seen = seen || hidden[i][r] != LOWEST;
+            seen = seen || !(hidden[i][r] <= FAR);
+            weighs = weighs || hidden[i][r] != LOWEST;
         }
     }
     if (SPREAD != 0u) seen = subgroupAny(seen);  // shuffles want every lane
+    if (weighs) met[turn] = 1u;
     if (seen) {
-        met[turn] = 1u;
         uint at[EACH_TEAM];
         uint start = push.k_offset + batch * push.k_stride[0] + head * push.k_stride[1];
         [[unroll]] for (uint i = 0u; i < EACH_TEAM; ++i) {

@@ -319,14 +319,22 @@ float log_of_sum(float beta, float x) {
     return divide(log1p_(exp_(beta * x)), beta);
 }
 
-// Remainder of a / b with the sign of a, exact if the quotient is below 2^24.
+int exponent(float x) {
+    return int(floatBitsToUint(x) >> 23) & 0xff;
+}
+
+// Remainder of a / b with the sign of a. Each turn takes multiples of b times a power of two whose quotient is exact.
 float fmod_(float a, float b) {
     if (is_nan(a) || is_nan(b) || is_inf(a) || b == 0.0) return NOT_A_NUMBER;
     if (is_inf(b)) return a;
     float size = abs(b);
-    float r = difference(abs(a), trunc(abs(a) / size), size);
-    if (r < 0.0) r += size;
-    if (r >= size) r -= size;
+    float r = abs(a);
+    for (int turn = 0; turn < 14 && r >= size; ++turn) {
+        float part = ldexp(size, max(exponent(r) - exponent(size) - 21, 0));
+        r = difference(r, trunc(r / part), part);
+        if (r < 0.0) r += part;
+        if (r >= part) r -= part;
+    }
     return a < 0.0 ? -r : r;
 }
 
@@ -339,6 +347,7 @@ float remainder_(float a, float b) {
 // As torch: through the remainder, so that quotients of integers are exact.
 float floor_divide_(float a, float b) {
     if (b == 0.0) return a / b;
-    float q = divide(a - remainder_(a, b), b);
-    return roundEven(q);
+    float r = fmod_(a, b);
+    float q = divide(a - r, b);
+    return roundEven(r != 0.0 && (r < 0.0) != (b < 0.0) ? q - 1.0 : q);
 }

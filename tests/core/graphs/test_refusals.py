@@ -1,6 +1,7 @@
 """A compiled part that finds out at its first call that it cannot run: torch runs it."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -78,3 +79,37 @@ def test_the_other_parts_stay_on_the_device():
     found = graphs.explain(compiled)
     assert found.submissions == 1
     assert {node.reason for node in found.host} == {"no kernel for sigmoid", "this shape is not for us"}
+
+
+class RefusingNegatives(TorchParts):
+    """Refuses calls with negative numbers, and only these."""
+
+    def compile(self, part):
+        run = super().compile(part)
+
+        def guarded(values):
+            if any((value < 0).any() for value in values):
+                raise graphs.PartRefused("a number is negative", once=True)
+            return run(values)
+
+        return guarded
+
+
+@torch.no_grad()
+def test_single_calls_in_torch():
+    model, x = Counting(), torch.ones(3, 32)
+    expected, compiled = copy.deepcopy(model), RefusingNegatives().compiled(model)
+    for parameter in (*model.parameters(), *expected.parameters()):
+        parameter.abs_()
+    for given in (x, -x, x, -2 * x, x):
+        context = (
+            warnings.catch_warnings() if given is x else pytest.warns(qcore.QcoreWarning, match="for a call: a num")
+        )
+        with context:
+            torch.testing.assert_close(compiled(given), expected(given))
+    assert torch.equal(model.count, expected.count)
+    found = graphs.explain(compiled)
+    assert found.submissions == 1
+    assert not found.host
+    assert [report.calls for report in found.reports] == [{"a number is negative": 2}]
+    assert "torch: 2 call(s) of a part: a number is negative" in str(found)

@@ -27,6 +27,10 @@ returns a function that repeats a call without these checks.
 **Inference only.** A call that needs gradients runs in torch, with a `QcoreWarning`; so does a graph that a backend
 fails to compile, and a part that it refuses when it is called (`PartRefused`). `explain` has the reason.
 
+**Aliases.** For each way in which arguments overlap what a graph writes there is a program of its own (`overlaps`).
+Results have torch's strides where they fill their memory; each has memory of its own, also where torch's are views of
+each other.
+
 Public: the names below; plugins import them from `qcore.plugin_api`. May import: nn and the floors below it. Imported
 by: checkpoint, plugin_api, `qcore`.
 """

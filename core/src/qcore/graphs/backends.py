@@ -112,8 +112,13 @@ Raises `PartRefused` if it finds out only when it is called that the device does
 class PartRefused(UnsupportedError):  # noqa: N818 - as LayerRefused: an answer, and no error
     """A compiled part cannot run, and has changed nothing: torch runs it, now and from now on.
 
-    Its message is the reason that `explain` lists.
+    Its message is the reason that `explain` lists. ``once``: it is due to values of this call, and the device runs the
+    next one.
     """
+
+    def __init__(self, message: str, *, once: bool = False) -> None:
+        super().__init__(message)
+        self.once = once
 
 
 class GraphBackend(ABC):

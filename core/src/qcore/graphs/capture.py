@@ -6,11 +6,12 @@ of sizes (each bucket). Only inference is captured.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor, fx
 
 from ..errors import QcoreWarning, first_line
 from ..nn.graph_ops import CAPTURES
-from . import programs, states
+from . import overlaps, programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .noting import note_call
 from .ops import QUANTIZED, decompositions, is_whole
-from .rewriting import constants, counters, keep_whole, scalars, with_scalars
+from .rewriting import computes, constants, counters, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
 
@@ -31,6 +32,7 @@ GRADIENTS = (
     "graph backends run inference only, and this call needs gradients; call the model under torch.inference_mode() or "
     "torch.no_grad(), or compile it with another backend for training"
 )
+INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
 
 
 def torch_compile_backend(backend: GraphBackend) -> Callable[..., Callable[..., Any]]:
@@ -55,10 +57,12 @@ class Captured:
         self._module, self._backend = module, backend
         self._roles = [_role(node) for node in module.graph.find_nodes(op="placeholder")]
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._overlaps = overlaps.Overlaps(self._roles)
         self._lock = threading.Lock()
         static = [value for value, role in zip(inputs, self._roles, strict=True) if role is not Role.FRESH]
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)
+        self._why_not = INNER_GRADIENTS if computes(module, "_grad_increment_nesting") else ""
         self._recorded, self._counters = counters(keep_whole(module))
         self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
@@ -71,26 +75,32 @@ class Captured:
         return results
 
     def _run(self, values: Sequence[Any]) -> Any:
-        key = tuple([values[i] for i in self._numbers]), tuple([values[i].item() for i in self._scalars])
-        program = self._programs.get(key)
+        numbers = tuple([values[i] for i in self._numbers]), tuple([values[i].item() for i in self._scalars])
+        program = self._programs.get((*numbers, self._overlaps.of(values)))
         if program is None:
-            with self._lock:
-                program = self._programs.get(key) or self._compiled(key, values)
-                self._programs[key] = program
+            program = self._new_program(numbers, values)
         results = program(*values)
         if self._counters is None:
             return results
         counts = self._counters.forward(*values)
         return [result if count is None else count for result, count in zip(results, counts, strict=True)]
 
-    def _compiled(self, key: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
-        report = Report(self._backend.name, tuple(int(number) for number in key[0]))
+    def _new_program(self, numbers: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
+        with _alone(), self._lock:
+            overlap = self._overlaps.of(values)
+            program = self._programs.get((*numbers, overlap)) or self._compiled(numbers[0], overlap, values)
+            # What the graph writes may be known only now.
+            self._programs[(*numbers, self._overlaps.of(values))] = program
+            return program
+
+    def _compiled(self, numbers: Sequence[Any], overlap: overlaps.Overlap, values: Sequence[Any]) -> Callable[..., Any]:
+        report = Report(self._backend.name, tuple(number for number in numbers if type(number) is int))
         self._record.reports.append(report)
-        why = _why_not(values, self._backend)
+        why = self._why_not or _why_not(values, self._backend) or (overlaps.MANY if overlap is overlaps.OTHERS else "")
         if why:
             return self._refuse(report, why)
         try:
-            return self._lowered(values, report)
+            return self._lowered(values, overlap, report)
         except Exception as error:  # noqa: BLE001 - a backend's compiler may raise anything
             _log.debug("compiling for %s failed", self._backend.name, exc_info=True)
             report.parts, report.host = [], []
@@ -105,21 +115,25 @@ class Captured:
         warnings.warn(f"{report.backend}: this graph runs in torch: {why}.", QcoreWarning, stacklevel=2)
         return states.synchronized(self._module.forward) if self._backend.defers_writes else self._module.forward
 
-    def _lowered(self, values: Sequence[Any], report: Report) -> Callable[..., Any]:
+    def _lowered(self, values: Sequence[Any], overlap: overlaps.Overlap, report: Report) -> Callable[..., Any]:
         from torch._dynamo import disable
         from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._guards import tracing
 
-        counted = states.TorchWrites()
+        counted, whole = states.TorchWrites(), True
 
         def compile_inference(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            nonlocal whole
             places = gm.graph.find_nodes(op="placeholder")
-            # Fewer if AOT autograd has merged arguments that alias each other.
+            # Fewer if AOT autograd has merged arguments that overlap, more if it has taken some apart.
             whole = len(places) == len(self._roles)
             given = self._given(values) if whole else [programs.Given(Role.FRESH)] * len(places)
-            program = programs.build(gm, given, self._backend, report)
-            counted.written = program.written if whole and self._backend.defers_writes else ()
+            with _compiling(False):
+                program = programs.build(gm, given, self._backend, report)
+            if whole:
+                self._overlaps.set_written(program.written)
+                counted.written = program.written if self._backend.defers_writes else ()
             return make_boxed_func(counted.inner(program.run))
 
         def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -127,13 +141,46 @@ class Captured:
 
         known = {i: values[i].item() for i in self._scalars}
         # Outside of Dynamo's trace sizes are numbers.
-        with tracing(None), torch.no_grad():
+        with tracing(None), torch.no_grad(), _compiling(True):
             run = aot_module_simplified(
                 with_scalars(self._recorded, known), list(values), fw_compiler=refuse, bw_compiler=refuse,
                 inference_compiler=compile_inference, decompositions=decompositions(),
                 keep_inference_input_mutations=True,
             )  # fmt: skip
-        return disable(counted.outer(run))  # type: ignore[no-any-return, no-untyped-call]
+        run = counted.outer(run) if whole else _with_overlap(run, overlap)
+        return disable(run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_overlap(run: Callable[..., Any], overlap: overlaps.Overlap) -> Callable[..., Any]:
+    """``run``, a call with arguments that AOT autograd makes one tensor of, which no backend knows."""
+
+    def merging(*values: Any) -> Any:
+        states.synchronize(values)
+        results = run(*values)
+        overlaps.count_writes(values, overlap)
+        return results
+
+    return merging
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Compile in one thread at a time, as Dynamo does: torch's tracing patches modules for all threads."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        yield
+
+
+@contextlib.contextmanager
+def _compiling(is_so: bool) -> Iterator[None]:
+    """Let torch know whether it compiles: compiled models that other threads call raise in any other trace."""
+    before = torch.compiler._is_compiling_flag  # noqa: SLF001 - what Dynamo sets
+    try:
+        torch.compiler._is_compiling_flag = is_so  # noqa: SLF001
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # noqa: SLF001
 
 
 # ruff: noqa: ARG001 - compilers have torch's argument names

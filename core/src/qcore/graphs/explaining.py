@@ -57,7 +57,8 @@ class Report:
 
     **Fields:** ``backend``; ``sizes``: of its dynamic dimensions; ``parts``: each is one submission per call; ``host``:
     nodes that torch runs; ``copied``: states that are copied in and out at each call; ``refused``: why the whole graph
-    runs in torch, empty if it does not; ``writes``: how many inputs it mutates.
+    runs in torch, empty if it does not; ``writes``: how many inputs it mutates; ``calls``: how many calls of parts
+    torch has run because of their values, by reason.
     """
 
     backend: str
@@ -67,6 +68,7 @@ class Report:
     copied: list[str] = field(default_factory=list)
     refused: str = ""
     writes: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
 
     @property
     def states(self) -> int:
@@ -85,6 +87,7 @@ class Report:
         for node, count in Counter(self.host).most_common():
             where = f" [{node.line}]" if node.line else ""
             lines.append(f"  torch: {count} {node.op}: {node.reason}{where}")
+        lines += [f"  torch: {count} call(s) of a part: {why}" for why, count in self.calls.items()]
         lines += [f"  copied in and out at each call: {name}" for name in self.copied]
         return "\n".join(lines)
 

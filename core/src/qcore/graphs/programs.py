@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from . import cutting, recognizing, states
 from .backends import Compiled, GraphBackend, Input, Part, PartRefused, Role
 from .explaining import HostNode, PartReport, Report
 
-_COPY = torch.ops.aten.copy_.default
+_COPY, _PERMUTE = torch.ops.aten.copy_.default, torch.ops.aten.permute.default
 
 
 @dataclass
@@ -63,7 +65,8 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     program = Program(module.forward, report, written)
     in_place: set[fx.Node] = set()
     for node in list(module.graph.nodes):
-        if node.op == "call_module" and str(node.target).startswith(cutting.PART):
+        if _is_part(node):
+            _return_in_order(module, node, set(values), backend)
             part, done = _part_of(module, node, known, writes, device)
             setattr(module, str(node.target), _Run(part, backend.compile(part), report))
             in_place |= done
@@ -74,6 +77,39 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     module.recompile()
     program.run = states.synchronized(module.forward, read) if read and backend.defers_writes else module.forward
     return program
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.op == "call_module" and str(node.target).startswith(cutting.PART)
+
+
+def _return_in_order(
+    module: fx.GraphModule, node: fx.Node, written: Collection[fx.Node], backend: GraphBackend
+) -> None:
+    """Let a part return dense results in the order of their memory, and the host turn them: torch's strides, no copy.
+
+    Not what other parts alone take, or ``written`` to an argument.
+    """
+    inner: fx.GraphModule = module.get_submodule(str(node.target))  # type: ignore[assignment]
+    output, outputs = inner.graph.output_node(), _returned(inner)
+    for result in [one for one in node.users if one not in written]:
+        value, at = result.meta["val"], int(result.args[1])  # type: ignore[arg-type]
+        order = recognizing.order_in_memory(value)
+        if value.is_contiguous() or order is None or all(map(_is_part, result.users)):
+            continue
+        with inner.graph.inserting_before(output):
+            turned = inner.graph.call_function(_PERMUTE, (outputs[at], order))
+        turned.meta = {**outputs[at].meta, "val": value.permute(order)}
+        if backend.why_not(turned):
+            inner.graph.erase_node(turned)
+            continue
+        outputs[at] = turned
+        with module.graph.inserting_after(result):
+            back = module.graph.call_function(_PERMUTE, (result, [order.index(dim) for dim in range(len(order))]))
+        back.meta = dict(result.meta)
+        result.replace_all_uses_with(back, delete_user_cb=partial(operator.is_not, back))
+        result.meta = dict(turned.meta)
+    output.args = (tuple(outputs),)
 
 
 def _take_writes(module: fx.GraphModule) -> list[int]:
@@ -178,7 +214,7 @@ class _Run(torch.nn.Module):
             try:
                 return self._on_device(values)
             except PartRefused as reason:
-                self._refuse(first_line(reason))
+                self._refuse(first_line(reason), once=reason.once)
         states.synchronize(values)
         results = list(self._part.graph(*values))
         for place, position in self._part.updates.items():
@@ -195,8 +231,12 @@ class _Run(torch.nn.Module):
             results[position] = value
         return results
 
-    def _refuse(self, why: str) -> None:
-        warnings.warn(f"{self._report.backend}: a part runs in torch: {why}", QcoreWarning, stacklevel=2)
+    def _refuse(self, why: str, *, once: bool) -> None:
+        what = "a part runs in torch for a call" if once else "a part runs in torch"
+        warnings.warn(f"{self._report.backend}: {what}: {why}", QcoreWarning, stacklevel=2)
+        if once:
+            self._report.calls[why] = self._report.calls.get(why, 0) + 1
+            return
         self._in_torch = True
         self._report.parts = [one for one in self._report.parts if one is not self._listed]
         self._report.host += [HostNode.of(node, why) for node in self._part.nodes]

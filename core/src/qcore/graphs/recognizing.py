@@ -126,8 +126,8 @@ def take_whole_memory(module: fx.GraphModule) -> None:
         start = offset[0] if offset and offset[0] is not None else view.meta["val"].storage_offset()
         owner = _owner(view)
         whole = owner.meta["val"]
-        if whole.storage_offset() == 0 and not whole.is_contiguous() and _is_dense(whole):
-            order = sorted(range(whole.dim()), key=lambda dim: (-whole.stride(dim), whole.shape[dim] == 1))
+        order = order_in_memory(whole)
+        if whole.storage_offset() == 0 and not whole.is_contiguous() and order is not None:
             with module.graph.inserting_before(node):
                 turned = module.graph.call_function(_aten.permute.default, (owner, order))
             turned.meta = {**owner.meta, "val": whole.permute(order)}
@@ -152,14 +152,14 @@ def _owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements are next to each other in memory, in any order of the dimensions."""
+def order_in_memory(x: Tensor) -> list[int] | None:
+    """The dimensions from the outermost in memory on; None if the elements are not next to each other there."""
     size = 1
     for step, count in sorted((x.stride(dim), x.shape[dim]) for dim in range(x.dim()) if x.shape[dim] != 1):
         if step != size:
-            return False
+            return None
         size *= count
-    return True
+    return sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], x.shape[dim] == 1))
 
 
 def recognize(module: fx.GraphModule, names: frozenset[str]) -> None:

@@ -14,15 +14,42 @@ from torch.nn import functional as F
 
 
 def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the recorded graph in which linear, attention and norms call ``torch.ops.qcore_graph``."""
+    """A copy of the recorded graph in which linear, attention and norms call ``torch.ops.qcore_graph``.
+
+    These ops have no derivatives: a graph that computes some by `torch.func.jvp` stays as it is.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    if computes(module, "_jvp_increment_nesting"):
+        return fx.GraphModule(module, graph)
     for node in graph.nodes:
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         made = rule(*node.args, **node.kwargs) if rule is not None else None
         if made is not None:
-            node.target, node.args, node.kwargs = made[0], made[1], {}
+            node.target, node.args, node.kwargs = made[0], _as_autocast(node, made[1]), {}
     return fx.GraphModule(module, graph)
+
+
+def computes(module: fx.GraphModule, name: str) -> bool:
+    """Whether a recorded graph calls a function by its name: those of `torch.func` where a derivative begins."""
+    return any(getattr(node.target, "__name__", "") == name for node in module.graph.nodes)
+
+
+def _as_autocast(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a whole op in the dtype that autocast had for the call: it knows torch's ops only."""
+    x, y = _value(args[0]), _value(node)
+    mixed = node.target in {_op("rms_norm"), _op("layer_norm")}  # without autocast as well
+    if y is None or (mixed and x.dtype == y.dtype):
+        return args
+    return tuple(_cast(node, one, y.dtype) for one in args)
+
+
+def _cast(before: fx.Node, one: Any, dtype: torch.dtype) -> Any:
+    value = _value(one)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+        return one
+    with before.graph.inserting_before(before):
+        return before.graph.call_method("to", (one, dtype))
 
 
 def scalars(module: fx.GraphModule) -> list[int]:

@@ -48,8 +48,9 @@ def why_not_jax() -> str:
 def platforms() -> list[str]:
     """The platforms that ``JAX_PLATFORMS`` or ``jax.config`` restricts JAX to; empty if neither does."""
     chosen = os.environ.get(PLATFORMS, "")
-    if "jax" in sys.modules:
-        chosen = getattr(sys.modules["jax"].config, "jax_platforms", None) or ""
+    config = getattr(sys.modules.get("jax"), "config", None)  # not there as long as another thread imports JAX
+    if config is not None:
+        chosen = getattr(config, "jax_platforms", None) or ""
     return [name.strip() for name in chosen.split(",") if name.strip()]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, Role, Stamp
+from qcore.plugin_api import GraphPart, PartRefused, Role, Stamp
 
 from .. import device as devices
 from ..device import Buffer, Device
@@ -80,7 +80,7 @@ class Program:
     def _run(self, values: Sequence[object]) -> Sequence[Tensor]:
         device, given, held = self._placed(values)
         recorded = self._program(device, given)
-        inputs = [words_of(states.current(values[i])) for i in self._fresh]  # type: ignore[arg-type]
+        inputs = self._words([values[i] for i in self._fresh])  # type: ignore[misc]
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype), device="cpu") for like in self._results]
         recorded.program.run(inputs, outputs)
         tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
@@ -91,8 +91,24 @@ class Program:
                 held[at].advance(tensors[at])
         states.take_each([held[at] for at in self._returned], [tensors[at] for at in self._returned], recorded.returned)
         if recorded.flags is not None:
-            _check(int(recorded.flags.item()))
+            self._check(int(recorded.flags.item()))
         return [y.to(like.dtype) for y, like in zip(outputs, self._results, strict=True)]
+
+    def _words(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the program takes for arguments. Raises `PartRefused` for integers that do not fit."""
+        try:
+            return [words_of(states.current(tensor)) for tensor in tensors]
+        except OverflowError as error:
+            raise PartRefused(str(error), once=True) from error
+
+    def _check(self, flags: int) -> None:
+        """Raise what a run has noted: `PartRefused` where torch can repeat it."""
+        if flags & OUT_OF_RANGE:
+            raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
+        if flags & OVERFLOW and self._states:
+            raise OverflowError(TOO_LARGE)
+        if flags & OVERFLOW:
+            raise PartRefused(TOO_LARGE, once=True)
 
     def _placed(self, values: Sequence[object]) -> tuple[Device, list[Given], list[State]]:
         """The device, and what each input is on it."""
@@ -209,14 +225,6 @@ class _Held(NamedTuple):
         if not same or any(state.replaced for state in self.states):
             return False
         return Stamp.fit_each([state.stamp for state in self.states], tensors)
-
-
-def _check(flags: int) -> None:
-    """Raise the error that a program has noted."""
-    if flags & OUT_OF_RANGE:
-        raise IndexError("an index of an embedding, a cache or an indexing operation is out of range.")
-    if flags & OVERFLOW:
-        raise OverflowError(TOO_LARGE)
 
 
 def _forget(program: weakref.ref[Program], key: int, _dead: Any) -> None:

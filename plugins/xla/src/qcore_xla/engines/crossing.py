@@ -39,7 +39,7 @@ def narrowed(tensor: Tensor) -> Tensor:
 
 def array_of(tensor: Tensor) -> Array:
     """An array that shares the memory of a tensor if it can; int64 as int32, see `narrowed`."""
-    return _imported(narrowed(tensor.detach()))
+    return _imported(narrowed(tensor.detach().resolve_neg()))
 
 
 def array_of_bytes(tensor: Tensor) -> Array:
@@ -96,7 +96,7 @@ _NO_POINTERS = (None, -1, 0, 1, 2)
 
 def in_pairs(tensor: Tensor) -> Tensor:
     """int64 ``(...)`` as int32 ``(..., 2)`` that shares its memory if it is contiguous; others as they are."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.dtype != torch.int64:
         return tensor
     return tensor.contiguous().unsqueeze(-1).view(torch.int32)

@@ -162,7 +162,7 @@ def _fresh(tensor: Any) -> Any:
     if isinstance(tensor, np.ndarray):
         return tensor
     if tensor.dtype in _NUMPY and not tensor.is_cuda:
-        return tensor.detach().numpy()
+        return tensor.detach().resolve_neg().numpy()
     return _array(tensor)
 
 
@@ -188,7 +188,7 @@ def _inboxes() -> Any:
 
 
 def _array(tensor: Tensor) -> Any:
-    return _from_dlpack()(tensor.detach())
+    return _from_dlpack()(tensor.detach().resolve_neg())
 
 
 def _shared_array(tensor: Tensor) -> tuple[Any, bool]:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, PartRefused, base_name, first_line, is_whole
 
-from . import decoding, quantized, windows  # noqa: F401 - windows registers rules
+from . import decoding, powers, quantized, windows  # noqa: F401 - powers and windows register rules
 from .layers import Cuts, Siblings, layer_of, siblings
 from .overflow import overflow
 from .quantized import Layer
@@ -104,6 +104,8 @@ def _call(
     else:
         if name in _ALONG and not args[0].ndim:
             args = [one.reshape(1) if isinstance(one, Array) else one for one in args]
+        if name in _PROMOTED:
+            args = _promoted(node, args)
         try:
             y = rules[name](*args, **kwargs)
         except Exception as error:
@@ -120,6 +122,16 @@ _ALONG = frozenset({
     "scatter_add", "scatter_reduce",
 })  # fmt: skip
 """Ops along a dimension, of which torch lets a tensor without dimensions have one of size 1."""
+
+
+_PROMOTED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod"})
+
+
+def _promoted(node: fx.Node, args: Sequence[Any]) -> list[Any]:
+    """Both arguments in the dtype in which torch computes: a tensor without dimensions takes that of the other."""
+    values: list[Any] = [one.meta["val"] if isinstance(one, fx.Node) else one for one in node.args[:2]]
+    dtype = jax_dtype(torch.result_type(*values))
+    return [one.astype(dtype) if isinstance(one, Array) else one for one in args]
 
 
 def _in_one_row(node: fx.Node, layer: Layer | None, known: dict[fx.Node, Any], row: decoding.OneRow) -> Any:

@@ -60,7 +60,10 @@ def _of_arrays(name: str, args: Sequence[Any], kwargs: Any) -> Array:
 
 def _of_two(name: str, args: Sequence[Any], _kwargs: Any) -> Array:
     """The same for ops of two arrays or numbers."""
-    return _beyond(RULES[name](_float(args[0]), _float(args[1])), _BOUND)
+    first, second = _float(args[0]), _float(args[1])
+    if name == "pow":  # a negative power is no large number
+        second = jnp.where(jnp.asarray(args[1], jnp.float32) < 0, 0, second)
+    return _beyond(RULES[name](first, second), _BOUND)
 
 
 def _sum_of_two(name: str, args: Sequence[Any], kwargs: Any) -> Array:

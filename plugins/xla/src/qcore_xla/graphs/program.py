@@ -203,8 +203,17 @@ class Program:
         elif bad is not None:
             # On GPUs through torch: JAX took 400 us for these two bytes.
             on_gpu = self._platform == "cuda" and whole is None
-            check(tensor_of(bad, self._device) if on_gpu else torch.from_numpy(np.array(bad)))
+            self._check(tensor_of(bad, self._device) if on_gpu else torch.from_numpy(np.array(bad)))
         return tensors
+
+    def _check(self, noted: Tensor) -> None:
+        """Raise for what a call has noted: `PartRefused` where torch can repeat it."""
+        try:
+            check(noted)
+        except OverflowError as error:
+            if self._states:
+                raise
+            raise PartRefused(first_line(error), once=True) from error
 
     def _compile_and_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         with kept_on_disk():
@@ -254,7 +263,10 @@ class Program:
         known = self._known
         if known is not None and known.ids == list(map(id, tensors)) and known.stamp.fits(*tensors):
             return known.arrays
-        arrays = [self._fixed_array(i, values) for i in self._fixed]
+        try:
+            arrays = [self._fixed_array(i, values) for i in self._fixed]
+        except OverflowError as error:  # a parameter, buffer or constant of the graph
+            raise PartRefused(first_line(error)) from error
         refs = [weakref.ref(tensor, self._forget) for tensor in tensors]
         self._known = _Known(list(map(id, tensors)), Stamp(*tensors), arrays, refs)
         return arrays

@@ -44,9 +44,14 @@ def widened(x: Any) -> Any:
     return x.astype(jnp.float32) if half else x
 
 
-def _floating(x: Any) -> Any:
+def floating(x: Any) -> Any:
+    """Floats of 32 bits for 16-bit floats and for integers."""
     x = widened(x)
     return x if jnp.issubdtype(jnp.result_type(x), jnp.floating) else jnp.asarray(x, jnp.float32)
+
+
+def _sign(x: Any) -> Any:
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
 
 
 def _digamma(x: Any) -> Any:
@@ -54,7 +59,7 @@ def _digamma(x: Any) -> Any:
 
 
 def _unary(name: str, function: Rule) -> None:
-    RULES[name] = lambda x, **_: function(_floating(x))
+    RULES[name] = lambda x, **_: function(floating(x))
 
 
 for _name in (
@@ -70,9 +75,9 @@ for _name, _function in {
 }.items():  # fmt: skip
     _unary(_name, _function)
 for _name, _function in {
-    "neg": jnp.negative, "abs": jnp.abs, "sign": jnp.sign, "floor": jnp.floor, "ceil": jnp.ceil, "trunc": jnp.trunc,
+    "neg": jnp.negative, "abs": jnp.abs, "floor": jnp.floor, "ceil": jnp.ceil, "trunc": jnp.trunc,
     "logical_not": jnp.logical_not, "bitwise_not": jnp.invert, "isnan": jnp.isnan, "isinf": jnp.isinf,
-    "alias": lambda x: x, "lift_fresh_copy": lambda x: x,
+    "sign": _sign, "alias": lambda x: x, "lift_fresh_copy": lambda x: x,
     "relu": lambda x: jnp.maximum(x, jnp.zeros((), x.dtype)),
 }.items():  # fmt: skip
     RULES[_name] = lambda x, _function=_function, **_: _function(x)
@@ -87,7 +92,7 @@ for _name, _function in {
 
 
 for _name, _function in {"atan2": jnp.arctan2, "hypot": jnp.hypot, "copysign": jnp.copysign}.items():
-    RULES[_name] = lambda a, b, _function=_function, **_: _function(_floating(a), _floating(b))
+    RULES[_name] = lambda a, b, _function=_function, **_: _function(floating(a), floating(b))
 
 
 @rule("add")
@@ -114,19 +119,13 @@ def _mul(a: Any, b: Any, **_: Any) -> Any:
 def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
-    dtype = jnp.result_type(a, b)
+    dtype = jnp.result_type(*(one if isinstance(one, jax.Array) else type(one) for one in (a, b)))
     if rounding_mode == "trunc" and jnp.issubdtype(dtype, jnp.integer):  # float32 does not hold all of them
         return lax.div(*jnp.broadcast_arrays(jnp.asarray(a, dtype), jnp.asarray(b, dtype)))
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
+        a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     y = jnp.true_divide(*_with_factor(a, b))
     return jnp.trunc(y) if rounding_mode == "trunc" else y
-
-
-@rule("pow")
-def _pow(a: Any, b: Any) -> Any:
-    whole = isinstance(b, int) or (isinstance(b, float) and b.is_integer())
-    if whole and 0 < b < 8 and isinstance(a, jax.Array):
-        return lax.integer_pow(widened(a), int(b))
-    return jnp.power(widened(a), widened(b))
 
 
 @rule("round")
@@ -152,8 +151,9 @@ def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.
 
 @rule("softplus")
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    wide = widened(x) * beta
-    return jnp.where(wide > threshold, wide, jax.nn.softplus(wide)) / beta
+    x = widened(x)
+    wide = x * beta
+    return jnp.where(wide > threshold, x, jax.nn.softplus(wide) / beta)
 
 
 @rule("clamp", "hardtanh")
@@ -178,7 +178,8 @@ def _to_copy(x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
         return x
     wanted = jax_dtype(dtype)
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(wanted, jnp.integer):
-        return jnp.trunc(x).astype(wanted)
+        # By way of 32 bits, as torch: XLA would clip to the shorter integers.
+        return jnp.trunc(x).astype(jnp.int32).astype(wanted)
     return x.astype(wanted)
 
 
@@ -205,7 +206,7 @@ def _expand(x: Any, size: Sequence[int], **_: Any) -> Any:
 
 RULES["permute"] = lambda x, dims: jnp.transpose(x, [d % x.ndim for d in dims])
 RULES["unsqueeze"] = jnp.expand_dims
-RULES["flip"] = jnp.flip
+RULES["flip"] = lambda x, dims: jnp.flip(x, dims) if x.ndim else x
 RULES["repeat"] = lambda x, repeats: jnp.tile(x, tuple(repeats))
 
 
@@ -380,7 +381,8 @@ for _name, _reduce in _REDUCTIONS.items():
 
 
 @rule("prod")
-def _prod(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+def _prod(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    x = x if dtype is None else x.astype(jax_dtype(dtype))
     return jnp.prod(widened(x), axis=_axes(dim, x.ndim), keepdims=keepdim)
 
 
@@ -411,7 +413,11 @@ RULES["argmax"], RULES["argmin"] = _arg(jnp.argmax), _arg(jnp.argmin)
 
 @rule("var")
 def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    return jnp.var(widened(x), axis=_axes(dim, x.ndim), ddof=1 if correction is None else correction, keepdims=keepdim)
+    wide, axes = widened(x), _axes(dim, x.ndim)
+    count = x.size if axes is None else math.prod(x.shape[axis] for axis in axes)
+    mean = jnp.mean(wide, axes, keepdims=True)
+    total = jnp.sum((wide - mean) ** 2, axes, keepdims=keepdim)
+    return total / jnp.float32(max(count - (1 if correction is None else correction), 0))
 
 
 @rule("linalg_vector_norm")

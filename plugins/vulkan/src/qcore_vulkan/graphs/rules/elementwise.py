@@ -12,7 +12,7 @@ from ...steps.norms import add_layer_norm, add_rms_norm
 from ...steps.operand import Operand
 from ...steps.pointwise import binary, convert, unary, where
 from ..lowering import Lowering, Rule
-from ..numbers import INTEGERS, SMALL, on_device
+from ..numbers import FLOATS, INTEGERS, SMALL, on_device
 from .fusing import Prologue, deferred
 from .registry import rule, rule_name
 
@@ -148,7 +148,7 @@ def _clamp(c: Lowering, node: fx.Node, x: Operand, least: Any = None, most: Any 
     if rule_name(node.target) == "hardtanh":
         least, most = -1.0 if least is None else least, 1.0 if most is None else most
     y = same(c, x, node)
-    numbers = not any(isinstance(one, Operand) for one in (least, most))
+    numbers = not any(isinstance(one, Operand) or one != one for one in (least, most))  # noqa: PLR0124 - NaN is a limit
     if numbers and y.dtype == torch.float32:
         low, high = -math.inf if least is None else float(least), math.inf if most is None else float(most)
         return unary(c.b, "clamp", y, p=low, q=high)
@@ -191,6 +191,14 @@ def _promoted(node: fx.Node) -> torch.dtype:
     return on_device(torch.result_type(_value(node.args[0]), _value(node.args[1])))
 
 
+def _rounded(node: fx.Node, number: Number) -> Number:
+    """An argument of a node, a Python number as torch rounds it: to the dtype in which it compares."""
+    dtype = torch.result_type(_value(node.args[0]), _value(node.args[1]))
+    if isinstance(number, Operand) or dtype not in FLOATS:
+        return number
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
+
+
 def computed(c: Lowering, name: str, x: Number, y: Number, dtype: torch.dtype, *, wide: bool = False) -> Operand:
     """A binary op in a dtype of the device; bool is computed as int32. ``wide``: integers must fit 32 bits."""
     x, y = _both(c, x, y, torch.int32 if dtype == torch.bool else dtype)
@@ -204,6 +212,8 @@ def _arithmetic(name: str) -> Rule:
         dtype, wide = on_device(node.meta["val"].dtype), _is_wide(node) and name in _OVERFLOWING
         if name == "mul" and isinstance(x, Operand) and x.dtype == dtype and not isinstance(y, Operand) and y == 1:
             return x  # as transformers scale the angles of rotary embeddings
+        if name in _ROUNDING:
+            x, y = _rounded(node, x), _rounded(node, y)
         if alpha != 1:
             y = computed(c, "mul", y, alpha, dtype, wide=wide) if isinstance(y, Operand) else y * alpha
         if name == "add" and (total := _added_before_norm(c, node, x, y)) is not None:
@@ -246,6 +256,7 @@ def _gated(c: Lowering, node: fx.Node, x: Any, y: Any) -> Operand | Prologue:
 
 
 _OVERFLOWING = frozenset({"add", "sub", "mul"})
+_ROUNDING = frozenset({"remainder", "fmod"})
 
 
 def _is_wide(node: fx.Node) -> bool:
@@ -287,8 +298,14 @@ def _why_not_integers(node: fx.Node) -> str:
     return f"it has no kernel for {result} in qcore_vulkan" if result in INTEGERS | SMALL | {torch.bool} else ""
 
 
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
+"""Powers that torch computes by other functions, but for float16: they differ for infinities and -0."""
+
+
 @rule("pow", why_not=_why_not_integers)
 def _pow(c: Lowering, node: fx.Node, x: Number, y: Number) -> Operand:
+    if isinstance(y, float) and y in _ROOTS and isinstance(x, Operand) and node.meta["val"].dtype != torch.float16:
+        return unary(c.b, _ROOTS[y], c.cast(x, torch.float32))
     if y == 2 and isinstance(x, Operand):
         return computed(c, "mul", x, x, torch.float32)
     return computed(c, "pow", x, y, torch.float32)
@@ -306,7 +323,7 @@ for _name in ("remainder", "fmod"):
 
 def _comparison(name: str) -> Rule:
     def apply(c: Lowering, node: fx.Node, x: Number, y: Number) -> Operand:
-        return c.cast(computed(c, name, x, y, _promoted(node)), torch.bool)
+        return c.cast(computed(c, name, _rounded(node, x), _rounded(node, y), _promoted(node)), torch.bool)
 
     return apply
 
