@@ -83,7 +83,7 @@ def in_functional_call() -> bool:
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch's compiler.
-in_functional_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+in_functional_call._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def _traced_code() -> Iterator[object]:

@@ -67,8 +67,8 @@ def check_passed(shown: Mapping[str, Tensor], now: Mapping[str, Any]) -> None:
 def traced(shown: Mapping[str, Tensor], now: Mapping[str, Any], name: str, own: Tensor) -> Tensor:
     """Return the tensor that a trace computes with in place of ``own``, a packed tensor whose buffer has this name.
 
-    The buffer, if an export traces with it or ``functional_call`` was given it; ``own`` if a tool has replaced it. Raises
-    `FormatError` if others were passed and this one, which has no strides, is not among them.
+    The buffer, if an export traces with it or ``functional_call`` was given it; ``own`` if a tool has replaced it.
+    Raises `FormatError` if others were passed and this one, which has no strides, is not among them.
     """
     buffer = now.get(name)
     if buffer is None:
@@ -81,7 +81,7 @@ def traced(shown: Mapping[str, Tensor], now: Mapping[str, Any], name: str, own: 
 
 
 def _is_equal(own: Tensor, given: Tensor) -> bool:
-    # Bytes, as scales may be NaN; of a tensor on another device or on meta, which `moved_to` looks at, nothing is known.
+    # `moved_to` looks at tensors on another device and on meta. Bytes, because scales may be NaN.
     if own is given or given.device != own.device or own.device.type == "meta":
         return True
     if own.dtype != given.dtype or own.shape != given.shape:

@@ -69,17 +69,21 @@ def test_the_first_of_several_patterns_decides():
     assert patterns.first("lm_head", 2) is None
 
 
+def compare(text, patterns, names):
+    known = NamePatterns()
+    for i in range(patterns):
+        known.add(text.format(i), i)
+    for i in range(names):
+        known.first("a" * 100 + str(i), patterns)
+
+
 @pytest.mark.parametrize("kind", ["harmless", "hostile", "many"])
 def test_patterns_of_a_file_end_soon(kind):
     """Each is harmless, or nearly; thousands of them and as many names would take hours."""
     text = {"harmless": ".*x{}y", "hostile": "(a|a)*(a|b)*(a|c)*{}!", "many": "a{}"}[kind]
-    patterns, start = NamePatterns(), time.monotonic()
-    with pytest.raises(TooManyStepsError, match="too long|more than 200,000 characters"):
-        for i in range(1_000_000):
-            patterns.add(text.format(i), i)
-            if i == 3000 and kind != "many":
-                for j in range(3000):
-                    patterns.first("a" * 100 + str(j), 1 << 40)
+    start = time.monotonic()
+    with pytest.raises(TooManyStepsError, match=r"too long|more than 200,000 characters"):
+        compare(text, 1_000_000 if kind == "many" else 3000, 3000)
     assert time.monotonic() - start < 30
 
 

@@ -1,9 +1,9 @@
 """GPTQ for gptqmodel, vLLM and optimum. The bytes are described in `importers.gptq`.
 
-Version 1, which every tool reads, stores zero points minus one. For a zero point of 0 there is nothing to store that all
-tools read in the same way: those that add the one to whole words need a borrow from the neighbour, those that add it to
-each field do not, and vLLM reads 16. A checkpoint with such a zero point is written in version 2, which stores them as
-they are.
+Version 1, which every tool reads, stores zero points minus one. There is nothing to store for a zero point of 0 that
+all tools read in the same way: those that add the one to whole words need a borrow from the neighbour, those that add
+it to each field do not, and vLLM reads 16. A checkpoint with such a zero point is written in version 2, which stores
+them as they are.
 """
 
 from __future__ import annotations
