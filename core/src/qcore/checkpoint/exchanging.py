@@ -19,13 +19,14 @@ _EXCHANGE = 2
 @functools.lru_cache(maxsize=1)
 def _system_call() -> Callable[[bytes, bytes], int] | None:
     """The system's function, which returns 0 if it has exchanged two paths; None if there is none."""
+    system: str = sys.platform
     try:
         library = ctypes.CDLL(None)
-        if sys.platform == "linux":
+        if system == "linux":
             rename = library.renameat2
             rename.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
             return lambda a, b: int(rename(_HERE, a, _HERE, b, _EXCHANGE))
-        if sys.platform == "darwin":
+        if system == "darwin":
             swap = library.renamex_np
             swap.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
             return lambda a, b: int(swap(a, b, _EXCHANGE))
