@@ -28,7 +28,7 @@ from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
 from .exchanging import can_be_replaced, exchange, make_alike
-from .header import MAX_HEADER, TensorSpec, build_header, file_error
+from .header import MAX_HEADER, TensorSpec, build_header, file_error, shown
 from .model_config import CONFIG
 from .records import IMPORT_FIRST, SAVE, Record, write_notes
 from .staging import (
@@ -140,9 +140,23 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
 
 
 def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
-    """Write one safetensors file atomically."""
+    """Write one safetensors file atomically. Raises `CheckpointError` if two tensors would have one name."""
+    _check_names(path, units)
     with replace_atomically(path) as file:
         _write_units(file, path, units, aliases.notes(units), on_unit)
+
+
+def _check_names(path: Path, units: Sequence[Unit]) -> None:
+    """Raise `CheckpointError` for a tensor with a name that belongs to a quantized weight, or to another tensor."""
+    records = [unit.record for unit in units if unit.record]
+    # All but the name of the weight itself, which a guard may have.
+    taken = {name: record.name for record in records for name in record.other_names if name != record.name}
+    for unit in units:
+        for spec in unit.specs:
+            other = taken.setdefault(spec.name, unit.name)
+            if other != unit.name:
+                what = f"the name belongs to {shown(other)!r}, which is stored as several tensors."
+                raise file_error(path, what, "Rename one of the two in the source, or do not quantize it.", spec.name)
 
 
 def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
@@ -176,8 +190,9 @@ def write_directory(
     """Write shards and index into a new or existing directory.
 
     ``side_files``: further files to copy, by their names in the directory; ``exclusive``: remove all other files of an
-    existing directory.
+    existing directory. Raises `CheckpointError` if two tensors would have one name.
     """
+    _check_names(path, [unit for shard in shards for unit in shard])
     save = new_id()
     saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
     clean(path.parent, path.name)

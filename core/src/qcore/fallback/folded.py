@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _T = TypeVar("_T")
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_kept: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()
 _lock = threading.Lock()
 
 
