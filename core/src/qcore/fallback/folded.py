@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
 
@@ -12,18 +11,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _T = TypeVar("_T")
 _kept: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()
-_lock = threading.Lock()
 
 
 def folded(packed: Tensor, bias: Tensor, fold: Callable[[Tensor, Tensor], _T]) -> _T:
     """Return ``fold(packed, bias)``, or what it returned for an equal bias; it must not hold ``packed`` itself."""
-    with _lock:
-        known = _kept.get(packed)
+    known = _kept.get(packed)
     # By its values: a bias may be written to, or replaced, at any time.
     if known is not None and known[0].dtype == bias.dtype and torch.equal(known[0], bias):
         made: _T = known[1]
         return made
     made = fold(packed, bias)
-    with _lock:
-        _kept[packed] = (bias.detach().clone(), made)
+    _kept[packed] = (bias.detach().clone(), made)  # tied layers with other biases take turns
     return made
