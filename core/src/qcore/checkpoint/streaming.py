@@ -271,7 +271,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         return
     if not overwrite:
-        raise file_error(target, "it already exists.", "Choose another target, or pass overwrite=True.")
+        raise file_error(target, "it already exists.", "Choose another target, or pass overwrite=True (--overwrite).")
     if target.is_dir() != (target.suffix not in (".safetensors", ".gguf", ".onnx")):
         raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     held = {path.suffix for path in target.iterdir()} if target.is_dir() else set()
