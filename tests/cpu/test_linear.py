@@ -111,6 +111,22 @@ def test_what_is_not_finite_spoils_its_row_alone(value, scheme):
             assert spoiled[5].isnan().all()
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w8a16-g32-fzp", "w4a16-fzp", "w8a16-g32-asym"])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_an_infinite_x_times_the_weight_is_infinite(scheme, value):
+    """Not what it is times the codes plus what it is times the zero points, which may differ in sign."""
+    for dtype, rows in itertools.product(FLOATS, (1, 2, 3, 8, 12, 20)):
+        kernel, request = kernel_for(scheme, dtype, 40, 96)
+        weight, x = weight_for(request), torch.randn(rows, 96).to(dtype)
+        dense = weight.dequantize(torch.float64)
+        x[rows // 2, 17] = value
+        expected = x.double() @ dense.t()
+        found = kernel(x, kernel.pack(weight), None).double()
+        assert torch.equal(found[rows // 2].nan_to_num(0.5), expected[rows // 2].nan_to_num(0.5)), (dtype, rows)
+        others = [row for row in range(rows) if row != rows // 2]
+        assert found[others].isfinite().all()
+
+
 def test_rows_of_zeros_and_subnormal_numbers():
     for scheme in ("w4a16-g32", "w8a8", "w8a16"):
         kernel, request = kernel_for(scheme, torch.float32, 33, 64)

@@ -57,6 +57,17 @@ def test_plugins_that_have_a_kit_are_all_in_turn():
     assert plugins - {"cpu", "cuda", "triton", "xpu"} == named - {"torch", "xpu_stand_in"}
 
 
+def test_exhaustive_tests_are_where_they_have_a_turn():
+    """What sessions with an environment of their own run is `alternate`: they leave out tests marked `grid` always."""
+    beside = {path.name for path in ROOT.glob("plugins/*")} | {"core", "thirdparty", "engines", "helpers", "docs"}
+    marked = [
+        path for path in ROOT.glob("tests/**/*.py") if re.search(r"mark\.grid|grids import", path.read_text("utf-8"))
+    ]
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in marked} - {"conftest.py"}
+    assert folders
+    assert folders <= beside - {"cpu"}
+
+
 class Item:
     """A test as far as the hook looks at it; ``marked``: "itself", in a "group" or in a marked "module"."""
 

@@ -68,12 +68,10 @@ def test_minilm(scheme, tolerance, attention, backend):
 
 @needs_file
 @pytest.mark.parametrize(
-    "backend",
-    [pytest.param("qcore_vulkan", marks=pytest.mark.grid), "qcore_xla"],  # it takes minutes on lavapipe
-    indirect=True,
-)
-def test_smollm2_writes_the_same_64_tokens(backend):
+    ("backend", "tokens"), [("qcore_vulkan", 24), ("qcore_xla", 64)], indirect=["backend"]
+)  # lavapipe takes about two seconds for a token
+def test_smollm2_writes_the_same_tokens(backend, tokens):
     model, ids = smollm2_model()
     compiled = torch.compile(model, backend=backend)
-    assert greedy(compiled, model.config, ids, 64) == greedy(model, model.config, ids, 64)
+    assert greedy(compiled, model.config, ids, tokens) == greedy(model, model.config, ids, tokens)
     check_one_part_a_step(compiled)

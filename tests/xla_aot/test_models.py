@@ -62,9 +62,9 @@ def test_caches_are_updated_in_place(name, scheme, chip):
     check_caches(compiled(name, scheme, chip), name, LAYERS[name])
 
 
-@pytest.mark.grid
+@pytest.mark.alternate  # three minutes of one core
 def test_all_32_blocks_of_8b_for_v6e():
-    """A minute or two: the one whole model among the tests, with room for its caches on a chip of 32 GiB."""
+    """The one whole model among the tests, with room for its caches on a chip of 32 GiB."""
     name, scheme = "Llama-8B", "w4a16-g128"
     model = compile_model("v6e", llama(name, scheme), *tokens(1))
     check_packed(model, name, scheme, SHAPES[name]["layers"])

@@ -61,8 +61,9 @@ void all_tiles(const Pool& pool, const Weight& w, const Blocks& blocks, int64_t 
   });
 }
 
-// x as rows of digits.
-bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+// Rows of x from `first` on, before `end`, as rows of digits.
+bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out,
+               int64_t first, int64_t end) {
   const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
   const Product& product = kernels.many.run && in.rows * digits >= kernels.many.from ? kernels.many : kernels.product;
   const int64_t packed = w.at.packed(), folds = w.folds();
@@ -75,8 +76,8 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   };
   const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;  // rows at a time
   bool enough = true;
-  for (int64_t row0 = 0; row0 < in.rows && enough; row0 += step) {
-    const Blocks blocks = blocks_of(std::min(step, in.rows - row0), most);
+  for (int64_t row0 = first; row0 < end && enough; row0 += step) {
+    const Blocks blocks = blocks_of(std::min(step, end - row0), most);
     const int64_t size = bytes_of(blocks.size), count = blocks.count();
     const Scratch scratch(size * count);
     if (!scratch.data) return false;
@@ -138,6 +139,10 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   const int most = pairs ? kernels.pair_rows : kernels.float_rows;
   const auto bytes_of = [&](int rows) { return round_up((packed * (pairs ? 2 : 4) + w.at.groups * 4) * rows, 64); };
   const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;
+  // What is added per group is multiplied by sums of x. With Inf in x it may be Inf of the other sign than the codes'
+  // part, where the weight times Inf is Inf. Rows of digits take Inf out and multiply it by the weight.
+  const bool apart = (w.element == INT4 || w.element == INT8) && (w.added || (pairs && w.zero));
+  std::vector<char> infinite(static_cast<size_t>(apart ? in.rows : 0), 0);
   for (int64_t row0 = 0; row0 < in.rows; row0 += step) {
     const Blocks blocks = blocks_of(std::min(step, in.rows - row0), most);
     const int64_t size = bytes_of(blocks.size), count = blocks.count(), n = blocks.size;
@@ -161,6 +166,9 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
           kernels.widen(x, in.type, w.at.k, values);
           spread(w, values, reinterpret_cast<float*>(to), sums, n, r);
         }
+        for (int64_t g = 0; apart && g < w.at.groups; g++) {
+          if (!std::isfinite(sums[g * n + r])) infinite[static_cast<size_t>(row0 + block * n + r)] = 1;
+        }
       }
     });
     for (char f : failed) if (f) return false;
@@ -174,6 +182,10 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
         kernels.float_product(w, out, reinterpret_cast<const float*>(x), nb, blocks.size, blocks.in(block), row);
       }
     });
+  }
+  for (size_t row = 0; row < infinite.size(); row++) {
+    const int64_t at = static_cast<int64_t>(row);
+    if (infinite[row] && !by_digits(kernels, pool, w, in, out, at, at + 1)) return false;
   }
   return true;
 }
@@ -325,7 +337,7 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
   if (table || floats) return by_floats(kernels, pool, w, in, out, false);
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
-  return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out);
+  return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out, 0, in.rows);
 }
 
 namespace {

@@ -20,11 +20,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from qcore import CheckpointError
-from qcore.checkpoint import inspect, quantize_checkpoint, save
+from qcore.checkpoint import inspect, quantize_checkpoint, save, writing
 from qcore.checkpoint.archive import Archive
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock", "os.chmod", "os.chown"}
@@ -65,11 +66,23 @@ def saving(value: float, limit: int | None, names: str = "abcd") -> Callable[[Pa
     return lambda path: save(state(value, names), path, max_shard_size=limit)
 
 
-def quantizing(value: float, limit: int) -> Callable[[Path], None]:
+def quantizing(value: float, limit: int | None, **lacks: bool) -> Callable[[Path], None]:
+    """``lacks``: functions of `writing` that answer that the system cannot do what they are for."""
+
     def run(path: Path) -> None:
-        quantize_checkpoint(path.parent / f"float{value:.0f}", path, "w8a16", max_shard_size=limit, overwrite=True)
+        with contextlib.ExitStack() as stack:
+            for name in lacks:
+                stack.enter_context(mock.patch.object(writing, name, return_value=False))
+            source = path.parent / f"float{value:.0f}"
+            quantize_checkpoint(source, path, "w8a16", max_shard_size=limit, overwrite=True)
 
     return run
+
+
+def belongs(path: Path, value: float) -> bool:
+    """Whether the configuration in a directory is that of these weights, or there is none: other tools need one."""
+    config = path / "config.json"
+    return not config.exists() or json.loads(config.read_bytes())["value"] == value
 
 
 def empty(path: Path) -> None:
@@ -85,6 +98,10 @@ SCENARIOS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]]
     "to a new directory": ([], saving(2, 200)),
     "to an empty directory": ([empty], saving(2, 200)),
     "quantized over shards": ([quantizing(1, 100)], quantizing(2, 100)),
+    "quantized over one file": ([quantizing(1, None)], quantizing(2, 100)),
+    "quantized in place": ([quantizing(1, 100)], quantizing(2, 100, can_be_replaced=False)),
+    "quantized in place over one file": ([quantizing(1, None)], quantizing(2, None, can_be_replaced=False)),
+    "quantized without an exchange": ([quantizing(1, 100)], quantizing(2, None, exchange=False)),
 }
 
 
@@ -122,9 +139,13 @@ def run(root: Path, name: str, target: str) -> int:
         died = crash(path, act, step)
         found = content(path)
         assert found in (old_state, (2.0,)), (step, found)
+        if name.startswith("quantized"):
+            assert found is not None
+            assert belongs(path, *found), step
         if not died:
             assert found == (2.0,), found
             assert not leftovers(root, path), leftovers(root, path)
+            assert (path / "config.json").exists() is name.startswith("quantized")
             shutil.rmtree(root.with_name("before"))
             return step
         saving(5, 200 if not target.endswith(".safetensors") else None)(path)
@@ -198,6 +219,7 @@ def disturbed(root: Path, seconds: float, savers: tuple[tuple[int, ...], ...]) -
 def every_step(root: Path) -> dict[str, int]:
     for value in (1, 2):
         save(state(value), root / f"float{value}", max_shard_size=200)
+        (root / f"float{value}" / "config.json").write_text(json.dumps({"value": value}))
     inspect(root / "float1")
     sys.addaudithook(_step)
     steps = {name: run(root, name, "d") for name in SCENARIOS}

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qcore
-from qcore.checkpoint import inspect, quantize_checkpoint
+from qcore.checkpoint import inspect, quantize_checkpoint, save
 from qcore.checkpoint.records import Record, write_notes
 from qcore.checkpoint.values import rounded
 
@@ -85,7 +86,7 @@ def test_other_tools_to_each_other(case, to, tmp_path):
     assert layer.is_dense(model.get_submodule(layer.layer).weight.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "gptq_8_sym_channel", "gptq_4_v1_zero0", "awq_gemm_asym_g128"])
+@pytest.mark.parametrize("case", ["gptq_4_sym_v1_g128", "gptq_8_sym_channel", "awq_gemm_asym_g128"])
 def test_the_bytes_are_those_of_the_tool(case, tmp_path):
     """There and back through qcore's own format, the packed words are those that the tool wrote."""
     layer = frozen(case)
@@ -95,6 +96,36 @@ def test_the_bytes_are_those_of_the_tool(case, tmp_path):
         for part in ("qweight", "qzeros", "scales"):
             name = f"{layer.layer}.{part}"
             assert torch.equal(file.get_tensor(name), layer.tensors[name]), part
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("lowest", [False, True])
+def test_gptq_stores_a_zero_point_of_0_in_version_2(tmp_path, bits, lowest):
+    """Version 1 stores zero points minus one: each tool reads another zero point, or other neighbours, from -1."""
+    torch.manual_seed(bits)
+    half = 1 << bits - 1
+    codes, scale = torch.randint(-half, half, (16, 32), dtype=torch.int8), torch.rand(2, 16).half()
+    zero = torch.randint(1 - half, half, (2, 16), dtype=torch.int8)
+    zero[1, 3] = -half if lowest else 1 - half
+    later = qcore.QTensor.from_codes(codes, scale, zero, qcore.Format(f"int{bits}", 16, qcore.ZeroPoint.INT))
+    first = replace(later, zero=zero.clamp_min(1 - half))  # all layers have one version
+    (tmp_path / "own").mkdir()
+    save({"a.weight": first, "b.weight": later}, tmp_path / "own" / "model.safetensors")
+    (tmp_path / "own" / "config.json").write_text("{}")
+    for source in (tmp_path / "own", tmp_path / "gptq"):
+        target = tmp_path / ("gptq" if source.name == "own" else "again")
+        qcore.convert(source, target, "gptq")
+        settings = json.loads((target / "config.json").read_text())["quantization_config"]
+        assert settings["checkpoint_format"] == ("gptq_v2" if lowest else "gptq")
+        with safe_open(target / "model.safetensors", "pt") as file:
+            stored = {name: file.get_tensor(f"{name}.qzeros").contiguous().view(torch.uint8) for name in "ab"}
+        for name, weight in (("a", first), ("b", later)):
+            places = stored[name] if bits == 8 else torch.stack((stored[name] & 15, stored[name] >> 4), -1).flatten(1)
+            assert torch.equal(places.int() + (not lowest), weight.zero.int() + half)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 16, bias=False) for name in "ab"}).half()
+    qcore.load_(model, tmp_path / "again")
+    for name, weight in (("a", first), ("b", later)):
+        assert torch.equal(model[name].weight.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,68 @@ def test_a_directory_keeps_the_modes_of_its_files(tmp_path, before, after):
 
 
 @posix
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_replaced_directory_keeps_its_mode(tmp_path, monkeypatch, in_place):
+    if in_place:
+        monkeypatch.setattr(writing, "can_be_replaced", lambda _: False)
+    source, target = tmp_path / "in", tmp_path / "d"
+    save(STATE, source, max_shard_size=200)
+    (source / "config.json").write_text('{"new": 1}')
+    quantize_checkpoint(source, target, "w8a16", max_shard_size=100)
+    target.chmod(0o2750)
+    (target / "config.json").write_text('{"old": 1}')
+    (target / "tokenizer.json").write_text("old")
+    for file in target.glob("*.safetensors*"):
+        file.chmod(0o640)
+    before = target.stat()
+    quantize_checkpoint(source, target, "w8a16", max_shard_size=100, overwrite=True)
+    after = target.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert {mode(file) for file in target.glob("*.safetensors*")} == {0o640}
+    assert "new" in json.loads((target / "config.json").read_text())
+    assert not (target / "tokenizer.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "in"]
+    assert len(inspect(target)) == 4
+
+
+@posix
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch, in_place):
+    """Its configuration, too, which other tools need."""
+    source, target = tmp_path / "in", tmp_path / "d"
+    save(STATE, source, max_shard_size=200)
+    (source / "config.json").write_text('{"new": 1}')
+    quantize_checkpoint(source, target, "w8a16", max_shard_size=100)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    if in_place:
+        monkeypatch.setattr(writing, "can_be_replaced", lambda _: False)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing._DirectorySave, "_write_index", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        quantize_checkpoint(source, target, "w8a16-g4", max_shard_size=100, overwrite=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "in"]
+
+
+@posix
+def test_what_a_dead_save_left_does_not_prevent_a_replacement(tmp_path):
+    save(STATE, tmp_path / "in", max_shard_size=200)
+    save(STATE, tmp_path / "d", max_shard_size=200)
+    dead = tmp_path / "d" / staging.temporary_name(tmp_path / "d" / "model", staging.new_id())
+    dead.mkdir()
+    (dead / "model-00001-of-00004.safetensors").write_bytes(b"half")
+    quantize_checkpoint(tmp_path / "in", tmp_path / "d", "w8a16", overwrite=True)
+    assert not dead.exists()
+    (tmp_path / "d" / "other").mkdir()
+    (tmp_path / "d" / "other" / "model.safetensors").write_bytes(b"theirs")
+    with pytest.raises(CheckpointError, match="more than one checkpoint"):
+        quantize_checkpoint(tmp_path / "in", tmp_path / "d", "w8a16", overwrite=True)
+
+
+@posix
 def test_what_is_written_is_never_readable_to_more(tmp_path, monkeypatch):
     path, seen = tmp_path / "m.safetensors", []
     save(STATE, path)

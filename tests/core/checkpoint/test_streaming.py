@@ -18,6 +18,7 @@ from torch import nn
 import qcore
 from qcore import CheckpointError, FormatError, QcoreWarning
 from qcore.checkpoint import Inventory, inspect, load_, quantize_checkpoint, save
+from qcore.checkpoint.archive import Archive
 
 
 @pytest.fixture
@@ -303,3 +304,26 @@ def test_a_configuration_with_infinity(source, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["time_step_limit"] == [0.0, float("inf")]
     assert config["quantization_config"]["quant_method"] == "qcore"
+
+
+@pytest.mark.parametrize("part", ["data", "scale", "zero", "order"])
+@pytest.mark.parametrize("target", ["out", "out.safetensors"])
+def test_names_that_belong_to_a_quantized_weight(tmp_path, part, target):
+    """Both would be written under one name, or a tensor be read as a part of the weight."""
+    tensors = {"w.weight": torch.randn(4, 8), f"w.weight.{part}": torch.randn(3)}
+    safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'w.weight.{part}': the name belongs to 'w.weight'"):
+        quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / target, "w4a16")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+    quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / target, "w4a16", exclude="w")
+    with Archive.open(tmp_path / target) as archive:
+        assert all(torch.equal(archive.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_names_that_belong_to_a_weight_of_another_tool(tmp_path):
+    state = {"w.weight": qcore.quantize(torch.randn(16, 32).half(), "int4-g32-asym"), "w.qweight": torch.randn(3)}
+    (tmp_path / "in").mkdir()
+    save(state, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'w\.qweight': the name belongs to"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
+    assert not (tmp_path / "out").exists()

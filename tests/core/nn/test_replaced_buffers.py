@@ -42,6 +42,67 @@ def test_computes_with_its_own_tensors(scheme, compiled):
         assert torch.equal(run(x), wanted)
 
 
+def passed(call, layer, other, x):
+    """The result of ``layer`` with the tensors of ``other``, or the error."""
+    tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    try:
+        return call(layer, tensors, (x,))
+    except qcore.FormatError as error:
+        return str(error)
+
+
+def is_refused(result):
+    return isinstance(result, str) and "weight of a quantized layer was replaced by that of another" in result
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [False, True])
+def test_functional_call_with_tensors_of_another(scheme, dtype, first):
+    """They are computed with or refused, never ignored; copies of the layer's own are as good as its own."""
+    layer, other = linear(scheme).to(dtype), linear(scheme).to(dtype)
+    other.weight, other.bias = qcore.quantize(torch.randn(32, 64), layer.weight.format), torch.nn.Parameter(-layer.bias)
+    x = torch.randn(3, 64, dtype=dtype)
+    wanted, theirs = layer(x), other(x)
+    if not first:
+        layer = copy.deepcopy(layer)  # its kernel has not run yet
+    call = torch.func.functional_call
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(*given):
+        return call(*given)
+
+    for run in (call, compiled):
+        assert torch.equal(passed(run, layer, layer, x), wanted)
+        assert torch.equal(passed(run, layer, copy.deepcopy(layer), x), wanted)
+        found = passed(run, layer, other, x)
+        assert is_refused(found) or torch.equal(found, theirs)
+        assert torch.equal(layer(x), wanted)
+    copied = {name: tensor.clone() for name, tensor in layer.named_buffers()}
+    assert torch.equal(call(layer, copied, (x,)), wanted)
+    for name, tensor in copied.items():
+        flat = tensor.flatten().view(torch.uint8)
+        if flat.numel():
+            with pytest.raises(qcore.FormatError, match="was replaced by that of another"):
+                call(layer, {name: (flat ^ 1).view(tensor.dtype).view(tensor.shape)}, (x,))
+
+
+@torch.no_grad()
+def test_functional_call_of_tables_and_convolutions():
+    for make, x in (
+        (lambda: qcore.nn.QuantizedEmbedding.from_float(torch.nn.Embedding(20, 64), "w4a16-g32"), torch.arange(5)),
+        (lambda: qcore.nn.QuantizedConv2d.from_float(torch.nn.Conv2d(4, 8, 3), "w8a16"), torch.randn(1, 4, 6, 6)),
+    ):
+        layer, other = make(), make()
+        wanted = layer(x)
+        assert torch.equal(layer(x), wanted)
+        assert torch.equal(passed(torch.func.functional_call, layer, layer, x), wanted)
+        assert is_refused(passed(torch.func.functional_call, layer, other, x))
+        assert torch.equal(layer(x), wanted)
+
+
 def test_graph_made_before_is_not_reused_with_garbage():
     layer, x = linear("w4a16-g32"), torch.randn(3, 64)
     torch._dynamo.reset()

@@ -273,7 +273,7 @@ class _Run:
         if attribute != "weight" or not name:
             raise LayerRefused("it is not the 'weight' of a named layer")
         read = self._scale_dtype(record)
-        written = exporter.add(Layer(name, record, read))
+        written = exporter.add(Layer(name, record, read, lambda: self._zero(record)))
         wanted = exporter.scales or read
         if read != wanted:
             self._check_scales(record, read, wanted)
@@ -283,6 +283,14 @@ class _Run:
             return list(written.pack(replace(weight.convert(PLAIN), scale=weight.scale.to(wanted))))
 
         return Unit(record.name, written.specs, fetch)
+
+    def _zero(self, record: Record) -> Tensor | None:
+        """The zero points of a weight; of a file of another tool they are known once the weight is made."""
+        if record.format.zero is ZeroPoint.NONE:
+            return None
+        stored = self.archive.aliases.get(record.name, record.name)
+        archive = self.archive
+        return archive.read(f"{stored}.zero") if archive.has_plain_bytes else archive.quantized(stored).zero
 
     def _check_scales(self, record: Record, read: torch.dtype, wanted: torch.dtype) -> None:
         scale = self._read(record, read).scale

@@ -203,7 +203,12 @@ def publish_lock(directory: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _acquire(handle)
+        locked = _acquire(handle)
+        while locked and not os.path.samestat(os.fstat(handle), directory.stat()):  # it was exchanged meanwhile
+            os.close(handle)
+            handle = os.open(directory, os.O_RDONLY)
+            locked = _acquire(handle)
+        yield locked
     finally:
         os.close(handle)
 

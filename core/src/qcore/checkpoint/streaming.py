@@ -32,6 +32,7 @@ from .imported import ImportedArchive
 from .model_config import CONFIG, model_config, settings_for, write_config
 from .opening import imported
 from .records import Record
+from .staging import save_id_of
 from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
@@ -270,7 +271,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists():
         return
     if not overwrite:
-        raise file_error(target, "it already exists.", "Choose another target, or pass overwrite=True.")
+        raise file_error(target, "it already exists.", "Choose another target, or pass overwrite=True (--overwrite).")
     if target.is_dir() != (target.suffix not in (".safetensors", ".gguf", ".onnx")):
         raise file_error(target, "it exists, but one is a file and the other a directory.", "Choose another target.")
     held = {path.suffix for path in target.iterdir()} if target.is_dir() else set()
@@ -287,9 +288,16 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
 
 def _other_contents(directory: Path) -> str | None:
     """The name of a repository or of further weights in a directory: replacing a checkpoint must not delete them."""
-    below = (path for path in directory.rglob("*") if path.name == ".git" or path.parent != directory)
-    found = next((path for path in below if path.name == ".git" or path.suffix in _WEIGHT_FILES), None)
-    return None if found is None else str(found.relative_to(directory))
+    for folder, folders, files in os.walk(directory):
+        place = Path(folder)
+        if ".git" in (*folders, *files):
+            return str((place / ".git").relative_to(directory))
+        weights = next((file for file in files if Path(file).suffix in _WEIGHT_FILES), None)
+        if place != directory and weights is not None:
+            return str((place / weights).relative_to(directory))
+        if place == directory:  # those of a save that is running, or has died, are not the user's
+            folders[:] = [name for name in folders if save_id_of(place / name) is None]
+    return None
 
 
 def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:

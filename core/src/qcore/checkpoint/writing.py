@@ -3,6 +3,10 @@
 A file, or a new directory, is written under a temporary name, flushed to disk and renamed. An existing directory keeps
 its old checkpoint until the new one is complete. New shards get names that no earlier save used: a reader of the old
 index finds either the old shards, or none and then reads the new index. See `archive` for the reader.
+
+A directory that is replaced with everything in it is exchanged for the new one in one step. Where that is impossible,
+the new files are renamed into it, and for this time it has no ``config.json``: other tools cannot read it, instead of
+reading the weights of one checkpoint with the settings of another.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import CheckpointError
 from .archive import INDEX, SINGLE
-from .header import MAX_HEADER, TensorSpec, build_header, file_error
+from .exchanging import can_be_replaced, exchange, make_alike
+from .header import MAX_HEADER, TensorSpec, build_header, file_error, shown
+from .model_config import CONFIG
 from .records import IMPORT_FIRST, SAVE, Record, write_notes
 from .staging import (
     Rights,
@@ -134,9 +140,23 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
 
 
 def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
-    """Write one safetensors file atomically."""
+    """Write one safetensors file atomically. Raises `CheckpointError` if two tensors would have one name."""
+    _check_names(path, units)
     with replace_atomically(path) as file:
         _write_units(file, path, units, aliases.notes(units), on_unit)
+
+
+def _check_names(path: Path, units: Sequence[Unit]) -> None:
+    """Raise `CheckpointError` for a tensor with a name that belongs to a quantized weight, or to another tensor."""
+    records = [unit.record for unit in units if unit.record]
+    # All but the name of the weight itself, which a guard may have.
+    taken = {name: record.name for record in records for name in record.other_names if name != record.name}
+    for unit in units:
+        for spec in unit.specs:
+            other = taken.setdefault(spec.name, unit.name)
+            if other != unit.name:
+                what = f"the name belongs to {shown(other)!r}, which is stored as several tensors."
+                raise file_error(path, what, "Rename one of the two in the source, or do not quantize it.", spec.name)
 
 
 def _write_units(file: BinaryIO, path: Path, units: Sequence[Unit], notes: Mapping[str, str], on_unit: OnUnit) -> None:
@@ -170,20 +190,24 @@ def write_directory(
     """Write shards and index into a new or existing directory.
 
     ``side_files``: further files to copy, by their names in the directory; ``exclusive``: remove all other files of an
-    existing directory.
+    existing directory. Raises `CheckpointError` if two tensors would have one name.
     """
+    _check_names(path, [unit for shard in shards for unit in shard])
     save = new_id()
     saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
     clean(path.parent, path.name)
     if path.is_dir():
         clean(path)
-        with staging(path / _STEM, save, mode=0o700) as stage:
+        beside = exclusive and can_be_replaced(path)
+        with staging(path if beside else path / _STEM, save, mode=0o700) as stage:
             saver.write(stage, Rights.of(*_files_of(path)))
+            if beside:
+                saver.arrange(stage)
             saver.publish(stage, exclusive=exclusive)
         return
     with staging(path, save) as stage:
         saver.write(stage, None)
-        saver.rename_files(stage, stage)
+        saver.arrange(stage)
         _put_in_place(stage, saver, exclusive=exclusive)
 
 
@@ -219,6 +243,7 @@ class _DirectorySave:
     ) -> None:
         self.path, self.shards, self.aliases, self.on_unit, self.save = path, shards, aliases, on_unit, save
         self.side_files = side_files
+        self.arranged = False
         usual = shard_names(len(shards))
         self.names = dict(zip(usual, usual, strict=True))
         """Name of a shard in the staging directory to its final name."""
@@ -241,27 +266,63 @@ class _DirectorySave:
             place = stage / _SIDE_FILES / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, place)
+            with place.open("rb+") as copied:
+                os.fsync(copied.fileno())
+
+    def arrange(self, stage: Path) -> None:
+        """Name all files in ``stage``, which is beside the directory, as they are named in it."""
+        if not _is_free(self.path, self.names):
+            self._choose_new_names()
+        self.rename_files(stage, stage)
+        self._put_side_files(stage, stage)
+        self.names = {name: name for name in self.names.values()}
+        self.arranged = True
+
+    def _choose_new_names(self) -> None:
+        start = f"model-{self.save}"
+        if not self.single:
+            self.names = {n: name if start in name else f"{start}{name[5:]}" for n, name in self.names.items()}
 
     def publish(self, stage: Path, *, exclusive: bool) -> None:
         """Replace the checkpoint in the directory by the files in ``stage``."""
         with publish_lock(self.path) as locked:
-            old = _identity(self.path / SINGLE)
-            if not (locked and _is_free(self.path, self.names)) and not self.single:
-                self.names = {name: f"model-{self.save}{usual[5:]}" for name, usual in self.names.items()}
+            if self.arranged and exclusive and self._exchange(stage):
+                return
+            if not (locked and _is_free(self.path, self.names)):
+                self._choose_new_names()
+            old, config = _identity(self.path / SINGLE), self.path / CONFIG
+            hidden = stage / f"{CONFIG}.old"
+            if exclusive and config.is_file():
+                config.rename(hidden)
             try:
                 self.rename_files(stage, self.path)
             except BaseException:
-                self._roll_back(old)
+                if not self._roll_back(old) and hidden.is_file():
+                    hidden.rename(config)
                 raise
             sync(self.path)
             self._remove_stale(old, exclusive=exclusive)
+            self._put_side_files(stage, self.path)
+
+    def _exchange(self, stage: Path) -> bool:
+        """Exchange the directory for ``stage``; returns whether it was done: not while other saves write into it."""
+        sync(stage)
+        if temporaries(self.path) or not make_alike(stage, self.path) or not exchange(stage, self.path):
+            return False
+        sync(self.path.parent)
+        return True
+
+    def _put_side_files(self, stage: Path, directory: Path) -> None:
+        """Rename the side files into ``directory``; the configuration comes last."""
+        waiting = stage / _SIDE_FILES if (stage / _SIDE_FILES).is_dir() else stage
+        for name in sorted(self.side_files, key=lambda name: name == CONFIG):
+            if waiting / name != directory / name:
+                _replace(waiting / name, directory / name)
+        if waiting != stage:
+            remove(waiting)
 
     def rename_files(self, stage: Path, directory: Path) -> None:
-        """Rename the files of ``stage`` into ``directory``; the atomic switch comes last."""
-        if (stage / _SIDE_FILES).is_dir():
-            for name in self.side_files:
-                _replace(stage / _SIDE_FILES / name, directory / name)
-            remove(stage / _SIDE_FILES)
+        """Rename the weights of ``stage`` into ``directory``; the atomic switch comes last."""
         for waiting, name in self.names.items():
             if stage / waiting != directory / name:
                 (stage / waiting).replace(directory / name)
@@ -286,17 +347,21 @@ class _DirectorySave:
             file.flush()
             os.fsync(file.fileno())
 
-    def _roll_back(self, old: object) -> None:
-        """Remove files that were already renamed, unless the switch to the new checkpoint was done."""
+    def _roll_back(self, old: object) -> bool:
+        """Remove files that were already renamed, unless the switch to the new checkpoint was done; whether it was."""
         index = self.path / INDEX
         if self.single:
+            changed = _identity(self.path / SINGLE) != old
             # With an index, readers ignore the single file; without one, it is the checkpoint.
-            if index.exists() and _identity(self.path / SINGLE) != old:
+            if index.exists() and changed:
                 remove(self.path / SINGLE)
-            return
-        if _save_in(index) != self.save:
+                changed = False
+            return changed
+        switched = _save_in(index) == self.save
+        if not switched:
             for name in self.names.values():
                 remove(self.path / name)
+        return switched
 
     def _remove_stale(self, old: object, *, exclusive: bool) -> None:
         """Remove the files of the previous checkpoint, and shards of saves that did not finish.

@@ -67,7 +67,7 @@ def _result(args: argparse.Namespace, rows: list[Any]) -> CommandResult:
         "bytes_after": after,
     }
     share = f" ({after / before:.0%})" if before else ""
-    counts = ", ".join(f"{number} {action}" for action, number in actions.most_common())
+    counts = ", ".join(f"{number} {action}" for action, number in actions.most_common()) or "nothing to do"
     total = f"{len(rows)} tensors: {counts}; {size(before)} -> {size(after)}{share}, written to {args.target}"
     return CommandResult(data, [_table(rows, every=args.all), total])
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import stateless
 
 # Torch has no public API for the state of its dispatcher.
 _modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
@@ -64,3 +68,31 @@ def is_batched(tensor: Tensor) -> bool:
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+def in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is running, so that modules hold the tensors that it was given.
+
+    In a trace of `torch.compile` a constant.
+    """
+    wanted = stateless._functional_call.__code__  # noqa: SLF001
+    frame: Any = sys._getframe()  # noqa: SLF001
+    while frame is not None and frame.f_code is not wanted:
+        frame = frame.f_back
+    return frame is not None or any(code is wanted for code in _traced_code())
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import torch's compiler.
+in_functional_call._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
+
+
+def _traced_code() -> Iterator[object]:
+    """Yield the code that torch.compile is tracing, the innermost first."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracer: Any = None if dynamo is None else dynamo.InstructionTranslator.current_tx().output.current_tx
+    except AttributeError:  # nothing is being traced
+        return
+    while tracer is not None:
+        yield tracer.f_code
+        tracer = getattr(tracer, "parent", None)

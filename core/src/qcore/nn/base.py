@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..formats import ZeroPoint
-from ..formats.tracing import is_wrapped
 from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
@@ -31,7 +31,7 @@ from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .bind_settings import BindSettings
 from .graph_ops import Node, captures_layers, emit, layers, node_of
-from .offloading import HOOK, attach, moved_to
+from .offloading import HOOK, attach, check_passed, moved_to, traced
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
@@ -188,13 +188,9 @@ class QuantizedModule(nn.Module):
         if not torch.compiler.is_compiling() and self._store.watch.handed and self._store.watch.is_changed():
             self._absorb()
         shown = self._shown
-        if torch.compiler.is_compiling() or all(self._buffers.get(name) is tensor for name, tensor in shown.items()):
+        if torch.compiler.is_compiling() or self._has_own_buffers():
             return
-        if any((buffer := self._buffers.get(name)) is not None and is_wrapped(buffer) for name in shown):
-            raise FormatError(
-                "the packed weight of a quantized layer was replaced by a tensor of a torch.func transform, such as a\n"
-                "stack of several models' buffers: quantized weights stay fixed. Pass parameters only."
-            )
+        check_passed(shown, self._buffers)
         device = moved_to(shown, self._buffers, self._store.device)
         self._expose_packed()
         if device is not None:
@@ -205,6 +201,9 @@ class QuantizedModule(nn.Module):
         with self._store.lock:
             if self._store.watch.absorb():
                 self._bind_all()
+
+    def _has_own_buffers(self) -> bool:
+        return all(map(is_, map(self._buffers.get, self._shown), self._shown.values()))
 
     def _set_packed_buffers(self, packed: dict[str, Tensor]) -> None:
         kept = {name for name in self._non_persistent_buffers_set if not name.startswith(_PREFIX)}
@@ -265,7 +264,8 @@ class QuantizedModule(nn.Module):
         bound = self._bounds.get((dtype, False)) or self._primary
         if bound is None:
             raise RuntimeError("a quantized layer on the meta device cannot be compiled; load its weights first.")
-        packed: Any = {key: self._traced(_buffer_name(bound, key), own) for key, own in bound.packed.items()}
+        shown, now = self._shown, self._buffers
+        packed: Any = {key: traced(shown, now, _buffer_name(bound, key), own) for key, own in bound.packed.items()}
         result = self._call(bound, packed, x.to(self._trace_dtype(bound, x)), self._needs_grad(x), params)
         return result.to(self._out_dtype(dtype)) if result.is_floating_point() else result
 
@@ -280,14 +280,6 @@ class QuantizedModule(nn.Module):
         assert weight is not None
         assert node is not None
         return emit(node, x, weight, self._call_bias(), out_dtype, params)
-
-    def _traced(self, name: str, own: Tensor) -> Tensor:
-        """Return the buffer of a packed tensor; the tensor itself if a tool has replaced the buffer by another one.
-
-        During an export, torch replaces the buffers by the tensors that it traces with.
-        """
-        buffer = self._buffers.get(name)
-        return own if buffer is None or (buffer is not own and type(buffer) is type(own)) else buffer
 
     def _call(
         self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]

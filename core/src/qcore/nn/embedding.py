@@ -93,6 +93,7 @@ class QuantizedEmbedding(QuantizedModule):
             or (bound := self._primary) is None
             or not bound.proven
             or (self._store.watch.handed and self._store.watch.is_changed())
+            or not self._has_own_buffers()
             or indices.dtype not in INDEX_DTYPES
             or indices.device != self._store.device
             or indices.layout is not torch.strided

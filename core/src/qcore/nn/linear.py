@@ -92,6 +92,7 @@ class QuantizedLinear(QuantizedModule):
             or (bound := self._primary) is None
             or not bound.proven
             or (self._store.watch.handed and self._store.watch.is_changed())
+            or not self._has_own_buffers()
             or x.dtype is not self._dtype
             or x.dtype is not bound.x_dtype
             or x.device != device

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..errors import FormatError
+from ..formats.tracing import in_functional_call, is_wrapped
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
 
 HOOK = "_hf_hook"
 """The attribute in which accelerate keeps the hook of a module."""
+
+
+_PASSED = (
+    "the packed weight of a quantized layer was replaced by that of another one (torch.func.functional_call with\n"
+    "another model's buffers, a stack of several models): quantized weights stay fixed.\n"
+    "Pass parameters only, or call the model that the buffers belong to."
+)
 
 
 def moved_to(shown: Mapping[str, Tensor], now: Mapping[str, Any], device: torch.device) -> torch.device | None:
@@ -39,6 +48,45 @@ def moved_to(shown: Mapping[str, Tensor], now: Mapping[str, Any], device: torch.
     found = (now.get(name) for name in shown)
     devices = {tensor.device for tensor in found if isinstance(tensor, Tensor)} - {device, torch.device("meta")}
     return next(iter(devices), None)
+
+
+def check_passed(shown: Mapping[str, Tensor], now: Mapping[str, Any]) -> None:
+    """Raise `FormatError` if buffers in place of ``shown`` were passed to be computed with, and differ from those.
+
+    A tool that has loaded a model may fill buffers with anything; what ``torch.func`` passes is meant.
+    """
+    passed = [(tensor, now[name]) for name, tensor in shown.items() if isinstance(now.get(name), Tensor)]
+    differ = any(is_wrapped(given) for _, given in passed)
+    if not differ and in_functional_call():
+        # Tensors of a trace have no values.
+        differ = any(type(given) is Tensor and not _is_equal(own, given) for own, given in passed)
+    if differ:
+        raise FormatError(_PASSED)
+
+
+def traced(shown: Mapping[str, Tensor], now: Mapping[str, Any], name: str, own: Tensor) -> Tensor:
+    """Return the tensor that a trace computes with in place of ``own``, a packed tensor whose buffer has this name.
+
+    The buffer, if an export traces with it or ``functional_call`` was given it; ``own`` if a tool has replaced it.
+    Raises `FormatError` if others were passed and this one, which has no strides, is not among them.
+    """
+    buffer = now.get(name)
+    if buffer is None:
+        if in_functional_call() and any(now.get(other) is not tensor for other, tensor in shown.items()):
+            raise FormatError(_PASSED)
+        return own
+    if buffer is own or type(buffer) is not type(own) or in_functional_call():
+        return buffer  # type: ignore[no-any-return]
+    return own
+
+
+def _is_equal(own: Tensor, given: Tensor) -> bool:
+    # `moved_to` looks at tensors on another device and on meta. Bytes, because scales may be NaN.
+    if own is given or given.device != own.device or own.device.type == "meta":
+        return True
+    if own.dtype != given.dtype or own.shape != given.shape:
+        return False
+    return torch.equal(own.flatten().view(torch.uint8), given.flatten().view(torch.uint8))
 
 
 def attach(module: QuantizedModule, hook: Any, prefix: str) -> None:

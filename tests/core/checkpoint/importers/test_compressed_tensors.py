@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import qcore
+from qcore.checkpoint.importers import name_patterns
 
 CASES = {
     "ct_w4a16_g128": "w4a16-g128",
@@ -146,6 +147,15 @@ class TestRefused:
         layer = edited("ct_w4a16_g128", lambda q: q["config_groups"]["group_0"].update(targets=["re:other"]))
         with pytest.raises(qcore.CheckpointError, match="no target of config_groups matches"):
             read(layer, tmp_path)
+
+    def test_groups_that_would_take_minutes(self, tmp_path, monkeypatch):
+        """Many expressions, each of which is harmless by itself; `test_name_patterns` has them take their time."""
+        monkeypatch.setattr(name_patterns, "_STEPS_OF_ALL", 100)
+        for count, text in ((500, "take too long to compare"), (200_000, "more than 200,000 characters")):
+            many = [f"re:.*x{i}" for i in range(count)]
+            layer = edited("ct_w4a16_g128", lambda q, many=many: q["config_groups"]["group_0"].update(targets=many))
+            with pytest.raises(qcore.CheckpointError, match=f"config_groups are too long: .*{text}.*\n.*fewer"):
+                read(layer, tmp_path)
 
     @pytest.mark.parametrize(
         "groups",

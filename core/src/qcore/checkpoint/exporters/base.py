@@ -26,12 +26,13 @@ class Layer:
     """A quantized layer to write.
 
     **Fields:** ``name``: of the layer in the model; ``record``: of its weight; ``scale_dtype``: of its scales when
-    read.
+    read; ``zero``: reads its zero points, (G, N), before the weight is read; None without.
     """
 
     name: str
     record: Record
     scale_dtype: torch.dtype
+    zero: Callable[[], Tensor | None]
 
     @property
     def n(self) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...runtime.progress import Progress
+from ..exchanging import exchange, make_alike
 from ..header import file_error
 from ..loading import load_
 from ..staging import clean, new_id, remove, replace_atomically, short_stem, staging
@@ -119,9 +120,15 @@ def _write(program: Any, target: Path, side_files: Mapping[str, Path]) -> int:
 
 
 def _publish(stage: Path, target: Path, save: str) -> None:
-    """Rename a complete directory into place; a replaced one is moved aside first, and back if the rename fails."""
+    """Rename a complete directory into place.
+
+    It is exchanged for the one that it replaces; if that is impossible, that one is moved aside first, and back if the
+    rename fails.
+    """
     if not target.exists():
         stage.rename(target)
+        return
+    if make_alike(stage, target) and exchange(stage, target):
         return
     aside = target.with_name(f".{short_stem(target.name)}.{save}.replaced")
     target.rename(aside)

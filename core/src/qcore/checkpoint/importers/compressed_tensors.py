@@ -40,7 +40,7 @@ from .base import (
     order_by_group,
     plan_layers,
 )
-from .compressed_tensors_settings import Group, activation_of, check_transforms, groups_of
+from .compressed_tensors_settings import Group, Groups, activation_of, check_transforms, groups_of
 from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
@@ -63,7 +63,7 @@ class CompressedTensors:
         """Every layer with ``weight_scale``."""
         groups = groups_of(source)
         check_transforms(source)
-        formats = {str(source.settings.get("format", "")), *(group.format for group in groups)}
+        formats = {str(source.settings.get("format", "")), *groups.formats}
         refused = next((text for text in formats if text.startswith(_REFUSED)), None)
         if refused is not None:
             raise file_error(
@@ -104,11 +104,9 @@ _Planned = tuple[tuple[int, int], Format, Callable[[Read], QTensor], torch.dtype
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_g_idx")
 
 
-def _plan_layer(source: Source, groups: list[Group], name: str, plan: Plan) -> None:
-    group = next((group for group in groups if group.holds(name)), None)
+def _plan_layer(source: Source, groups: Groups, name: str, plan: Plan) -> None:
+    group = groups.find(name)
     names = {part: f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.entries}
-    if group is None:
-        raise LayerRefused("no target of config_groups matches it")
     layer = _Layer(source, name, group, names)
     _leave_out_zeros(layer, plan)
     _check_parts(layer)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...errors import FormatError, quoted
+from ...errors import CheckpointError, FormatError, quoted
 from ...formats import Format
 from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticFP8, StaticInt8
 from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated
 from .fp8 import input_scale
-from .name_patterns import NamePattern
+from .name_patterns import NamePatterns, TooManyStepsError
 
 _FUSED = ("weight_input", "weight_output")
 """Where transforms are part of the stored weights."""
@@ -33,7 +33,7 @@ class Group:
     """
 
     names: frozenset[str]
-    patterns: tuple[NamePattern, ...]
+    patterns: tuple[str, ...]
     bits: int
     size: int | None
     block: tuple[int, int] | None
@@ -43,24 +43,66 @@ class Group:
     format: str = ""
     classes: frozenset[str] = field(default_factory=frozenset)
 
-    def holds(self, layer: str) -> bool:
-        """Whether the group's targets match a layer by its name, a pattern, or the class of linear layers."""
-        if layer in self.names or self.classes:
-            return True
+
+class Groups:
+    """The groups of a file: those that name layers before those that name classes."""
+
+    def __init__(self, source: Source, groups: Sequence[Group]) -> None:
+        """Raises `CheckpointError` for a target that is not a supported expression, and for too many of them."""
+        self._source = source
+        self._groups = sorted(groups, key=lambda group: bool(group.classes))
+        self._of_class = next((i for i, group in enumerate(self._groups) if group.classes), len(self._groups))
+        self._by_name: dict[str, int] = {}
+        self._patterns = NamePatterns()
+        for i, group in enumerate(self._groups):
+            for name in group.names:
+                self._by_name.setdefault(name, i)
+            for text in group.patterns:
+                self._add(text, i)
+
+    def _add(self, text: str, group: int) -> None:
         try:
-            return any(pattern.matches(layer) for pattern in self.patterns)
+            self._patterns.add(text, group)
+        except ValueError as error:
+            what = f"its target {text[:60]!r} is not a supported regular expression: {error}."
+            raise file_error(self._source.path, what, _DAMAGED) from None
+        except TooManyStepsError as error:
+            raise self._too_many(error) from None
+
+    @property
+    def formats(self) -> set[str]:
+        """The formats that groups name."""
+        return {group.format for group in self._groups}
+
+    def find(self, layer: str) -> Group:
+        """The first group whose targets match a layer by its name, a pattern, or the class of linear layers.
+
+        Raises `LayerRefused` if there is none.
+        """
+        found = min(self._by_name.get(layer, len(self._groups)), self._of_class)
+        try:
+            matched = self._patterns.first(layer, found)
         except ValueError as error:
             raise LayerRefused(f"a target cannot be compared with its name: {error}") from None
+        except TooManyStepsError as error:
+            raise self._too_many(error) from None
+        found = found if matched is None else matched
+        if found == len(self._groups):
+            raise LayerRefused("no target of config_groups matches it")
+        return self._groups[found]
+
+    def _too_many(self, error: TooManyStepsError) -> CheckpointError:
+        what = f"its config_groups are too long: {error}."
+        return file_error(self._source.path, what, "List the layers by their names, or with fewer expressions.")
 
 
-def groups_of(source: Source) -> list[Group]:
-    """The groups in the settings, those that name layers before those that name classes. Raises `CheckpointError`."""
+def groups_of(source: Source) -> Groups:
+    """The groups in the settings. Raises `CheckpointError`."""
     groups = source.setting("config_groups", dict)
     if not groups:
         raise file_error(source.path, "its quantization_config has no config_groups.", _DAMAGED)
     # Groups without weights quantize activations only, such as those of attention.
-    found = [_group(source, name, value) for name, value in groups.items() if _has_weights(value)]
-    return sorted(found, key=lambda group: bool(group.classes))
+    return Groups(source, [_group(source, name, value) for name, value in groups.items() if _has_weights(value)])
 
 
 def _has_weights(group: Any) -> bool:
@@ -84,7 +126,7 @@ def _group(source: Source, name: str, value: Any) -> Group:
     classes = frozenset(target for target in plain if target[:1].isupper() and "." not in target)
     return Group(
         frozenset(plain - classes),
-        tuple(_pattern(source, target[3:]) for target in targets if target.startswith("re:")),
+        tuple(target[3:] for target in targets if target.startswith("re:")),
         bits,
         size,
         None if block is None else (block[0], block[1]),
@@ -98,14 +140,6 @@ def _group(source: Source, name: str, value: Any) -> Group:
 
 def _is_block(block: Any) -> bool:
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-
-
-def _pattern(source: Source, text: str) -> NamePattern:
-    try:
-        return NamePattern(text)
-    except ValueError as error:
-        what = f"its target {text[:60]!r} is not a supported regular expression: {error}."
-        raise file_error(source.path, what, _DAMAGED) from None
 
 
 def check_transforms(source: Source) -> None:

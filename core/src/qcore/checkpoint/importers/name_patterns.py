@@ -15,6 +15,9 @@ from typing import Any
 
 _LONGEST, _LONGEST_NAME = 2000, 1000
 _STEPS = 100_000
+"""Of one match; a usual one takes 10 to 50."""
+_STEPS_OF_ALL, _STEPS_PER_NAME = 2_000_000, 500
+_CHARACTERS_OF_ALL = 200_000
 _FLAGS = re.UNICODE.value
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _CATEGORIES: dict[str, Callable[[str], bool]] = {
@@ -44,18 +47,66 @@ class NamePattern:
 
     def matches(self, name: str) -> bool:
         """Whether it matches at the start of ``name``, as `re.match` does."""
-        if len(name) > _LONGEST_NAME:
-            raise ValueError(f"a name is longer than {_LONGEST_NAME} characters")
+        return self.walk(_Walk(name))
+
+    def walk(self, walk: _Walk) -> bool:
+        """As `matches`, for the name of ``walk``."""
+        walk.steps = 0
         try:
-            return _Walk(name).ends(self._tree, 1) != 0
+            return walk.ends(self._tree, 1) != 0
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
 
 
+class TooManyStepsError(Exception):
+    """The comparisons of a file's expressions with its names take too long; each may be harmless."""
+
+
+class NamePatterns:
+    """The expressions of one file, in order, each parsed once; their comparisons with names take bounded time in all.
+
+    `add` raises `ValueError` for an unsupported expression; both methods raise `TooManyStepsError`.
+    """
+
+    def __init__(self) -> None:
+        self._patterns: list[tuple[NamePattern, int]] = []
+        self._known: set[str] = set()
+        self._steps, self._characters = _STEPS_OF_ALL, _CHARACTERS_OF_ALL
+
+    def add(self, text: str, value: int) -> None:
+        """Add an expression with a value, not smaller than those of the expressions before it."""
+        if text in self._known:  # the first of equal ones decides
+            return
+        self._characters -= len(text)
+        if self._characters < 0:
+            raise TooManyStepsError(f"its regular expressions have more than {_CHARACTERS_OF_ALL:,} characters")
+        self._known.add(text)
+        self._patterns.append((NamePattern(text), value))
+
+    def first(self, name: str, below: int) -> int | None:
+        """The value of the first expression that matches ``name``, of those with a value ``below`` the given one."""
+        if not self._patterns:
+            return None
+        self._steps += _STEPS_PER_NAME
+        walk = _Walk(name)
+        for pattern, value in self._patterns:
+            if value >= below:
+                break
+            found = pattern.walk(walk)
+            self._steps -= walk.steps
+            if self._steps < 0:
+                raise TooManyStepsError(f"its {len(self._patterns):,} regular expressions take too long to compare")
+            if found:
+                return value
+        return None
+
+
 class _Walk:
-    """The match of one expression against one name."""
+    """The match of expressions, one after the other, against one name."""
 
     def __init__(self, name: str) -> None:
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(f"a name is longer than {_LONGEST_NAME} characters")
         self.size, self.steps = len(name), 0
         self.places: dict[str, int] = {}
         for place, char in enumerate(name):
@@ -72,8 +123,8 @@ class _Walk:
             starts = self._step(str(op), value, starts)
         return starts
 
-    def _count(self) -> None:
-        self.steps += 1
+    def _count(self, steps: int = 1) -> None:
+        self.steps += steps
         if self.steps > _STEPS:
             raise ValueError("it takes too long")
 
@@ -97,12 +148,16 @@ class _Walk:
 
     def _chars(self, op: str, value: Any) -> int:
         """The positions of characters that a node matches."""
+        if op == "LITERAL":
+            return self.places.get(chr(value), 0)
         key = (op, id(value))
         if key not in self.known:
+            self._count(len(value) * len(self.places) // 8 if op == "IN" else 0)
             self.known[key] = self._where(lambda char: _takes(op, value, char))
         return self.known[key]
 
     def _where(self, wanted: Callable[[str], bool]) -> int:
+        self._count(len(self.places) // 4)
         found = 0
         for char, places in self.places.items():
             found |= places if wanted(char) else 0
@@ -138,6 +193,7 @@ class _Walk:
         direction, body = value
         width = 0 if direction > 0 else int(body.getwidth()[0])
         kept = 0
+        self._count(self.size // 8)
         for place in range(self.size + 1):
             if starts >> place & 1:
                 found = self.ends(body, 1 << place - width) if place >= width else 0
