@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -70,23 +68,8 @@ def test_layout_on_each_instruction_set(tools, fast, capability, size, pairs):
 @pytest.mark.parametrize("rows", [1, 79, 80, 200])
 @pytest.mark.parametrize("n", [1, 64, 200])
 def test_few_and_many_rows(tools, fast, scheme, rows, n):
-    for announced in (True, False):
-        made = fast(scheme, n=n, k=768 if scheme.endswith("96") else 1024, bias=announced)
-        tools.check(made.kernel, made.problem(rows, bias="float32"))
-
-
-@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w4a16", "w4a16-asym", "w4a16-g64-fzp"])
-@pytest.mark.parametrize("rows", [1, 7, 90])
-def test_a_bias_that_cancels_the_product(tools, fast, scheme, rows):
-    """Every product of an element of x has the sign of the sum, and the bias is its negative."""
-    made = fast(scheme, n=70, k=2048, bias=True)
-    problem = made.problem(rows, bias="float32")
-    dense = problem.weight.dequantize(torch.float64)
-    x = (dense[:rows].sign() if rows < 70 else dense[:1].sign()).float() * torch.rand(rows, 2048)
-    for dtype in (torch.float32, torch.bfloat16):
-        for row in (0, rows - 1):
-            bias = -(x.bfloat16()[row].double() @ dense.t()).to(dtype)
-            tools.check(made.kernel, replace(problem, x=x.bfloat16(), bias=bias))
+    made = fast(scheme, n=n, k=768 if scheme.endswith("96") else 1024)
+    tools.check(made.kernel, made.problem(rows, bias="float32"))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
