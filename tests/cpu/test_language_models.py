@@ -1,0 +1,53 @@
+"""Models of transformers as native programs: the text is that of the same model run layer by layer."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from smollm2 import needs_file
+
+import qcore
+
+transformers = pytest.importorskip("transformers")
+
+from compiled_models import check_one_part_a_step, greedy, smollm2_model, tiny_decoder  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+PAGE = Path(__file__).parents[2] / "docs/how-to/language-models.md"
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+def test_tiny_decoders(kind, scheme):
+    model = tiny_decoder(kind)
+    qcore.quantize_(model, scheme)
+    compiled = torch.compile(copy.deepcopy(model), backend="qcore_cpu")
+    expected = greedy(model, model.config, IDS, 24)
+    assert greedy(compiled, model.config, IDS, 24) == expected
+    check_one_part_a_step(compiled)
+    if kind != "Mistral":  # caches of sliding windows count in Python
+        assert greedy(compiled, model.config, IDS, 24, replayed=2) == expected
+
+
+def test_generate_as_the_page_says():
+    (example,) = re.findall(r"<!-- not run: needs qcore-cpu.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    model = tiny_decoder("Llama")
+    qcore.quantize_(model, "w4a16-g32-asym")
+    model.generation_config.pad_token_id = 0
+    expected = model.generate(IDS, do_sample=False, max_new_tokens=16)
+    names = {"torch": torch, "model": model, "ids": IDS}
+    exec(example, names)
+    assert torch.equal(names["text"], expected)
+
+
+@needs_file
+def test_smollm2_writes_the_same_tokens():
+    model, ids = smollm2_model()
+    qcore.quantize_(model, "w4a16-g32-asym@minmax")
+    compiled = torch.compile(copy.deepcopy(model), backend="qcore_cpu")
+    expected = greedy(model, model.config, ids, 32)
+    assert greedy(compiled, model.config, ids, 32, replayed=2) == expected
+    check_one_part_a_step(compiled)
