@@ -20,7 +20,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_tiny_decoders(kind, scheme):
     model = tiny_decoder(kind)
     qcore.quantize_(model, scheme)
@@ -28,8 +28,7 @@ def test_tiny_decoders(kind, scheme):
     expected = greedy(model, model.config, IDS, 24)
     assert greedy(compiled, model.config, IDS, 24) == expected
     check_one_part_a_step(compiled)
-    if kind != "Mistral":  # caches of sliding windows count in Python
-        assert greedy(compiled, model.config, IDS, 24, replayed=2) == expected
+    assert greedy(compiled, model.config, IDS, 24, replayed=2) == expected
 
 
 def test_generate_as_the_page_says():
