@@ -47,6 +47,9 @@ IN_INTEGERS = frozenset({
     Operation.ABS,
 })  # fmt: skip
 """Operations of the library on integers of 64 bits."""
+_ROOTS: Any = {0.5: Operation.SQRT, -0.5: Operation.RSQRT}
+_IN_RESULT = frozenset({"add", "sub", "mul", "div", "pow"})
+"""Ops of several tensors whose result depends on whether these were rounded to its dtype before."""
 ELEMENTWISE = {**_UNARY, **_BINARY, "where": Operation.WHERE, "masked_fill": Operation.WHERE, "clamp": Operation.CLAMP}
 
 
@@ -96,12 +99,15 @@ def _elementwise(low: Lowering, node: fx.Node) -> Value:
         operation = Operation.GELU_TANH
     if name == "pow" and found[1] == 2:  # as torch
         operation, found = Operation.MUL, [found[0], found[0]]
-    elif name == "pow" and found[1] == 0.5:  # noqa: PLR2004
-        operation, found = Operation.SQRT, found[:1]
+    elif name == "pow" and found[1] in _ROOTS:
+        operation, found = _ROOTS[found[1]], found[:1]
     values = [low.value(one) if isinstance(one, fx.Node) else one for one in found]
-    if name in COMPARISONS or name in {"add", "sub"}:
+    if name in COMPARISONS or name in {"add", "sub"} or (name == "pow" and not isinstance(values[0], Value)):
         values = _rounded(values)
     like, whole = node.meta["val"], in_integers(node)
+    if name in _IN_RESULT and like.dtype in FLOATS:
+        by_one = name in {"mul", "div"}
+        values = [_converted(low, one, like.dtype, exact=by_one and i == 1) for i, one in enumerate(values)]
     alpha: Any = node.kwargs.get("alpha", 1)
     return low.elementwise(operation, values, low.new(like.shape, like.dtype), alpha=alpha, whole=whole)
 
@@ -111,16 +117,25 @@ def _rounded(values: list[Any]) -> list[Any]:
     dtypes = [one.meta.dtype for one in values if isinstance(one, Value)]
     if len(dtypes) == len(values) or dtypes[0] not in FLOATS:
         return values
-    return [one if isinstance(one, Value) else float(torch.tensor(one, dtype=dtypes[0])) for one in values]
+    return [
+        one if isinstance(one, Value) else float(torch.tensor(one, dtype=dtypes[0], device="cpu")) for one in values
+    ]
+
+
+def _converted(low: Lowering, value: Any, dtype: torch.dtype, *, exact: bool) -> Any:
+    """An operand rounded to the dtype that torch computes in; ``exact``: a single number is not, as in torch."""
+    if not isinstance(value, Value) or value.meta.dtype in {dtype, torch.bool} or dtype == torch.float32:
+        return value
+    if exact and value.meta.numel() == 1:
+        return value
+    return low.elementwise(Operation.IDENTITY, [value], low.new(value.meta.shape, dtype, scratch=True))
 
 
 @_rule("copy")
 def _copy(low: Lowering, node: fx.Node) -> Value:
     like = node.meta["val"]
     whole = {like.dtype, node.args[1].meta["val"].dtype} <= WHOLE  # type: ignore[union-attr]
-    return low.elementwise(
-        Operation.IDENTITY, [low.value(node.args[1])], low.new(like.shape, like.dtype), whole=whole
-    )
+    return low.elementwise(Operation.IDENTITY, [low.value(node.args[1])], low.new(like.shape, like.dtype), whole=whole)
 
 
 @_rule("cat")
@@ -146,6 +161,8 @@ def _index_copy(low: Lowering, node: fx.Node) -> Value:
         made = low.new(shape, own.meta.dtype)
         low.copy(own, made)
         own = made
+    else:  # which changes what is read of it
+        at, new = (low.copied(one) if one.slot == own.slot else one for one in (at, new))
     inner = math.prod(shape[place + 1 :]) * own.meta.itemsize
     count, outer = at.meta.numel(), math.prod(shape[:place])
     low.done.steps.append(IndexCopy(own.place, at.place, new.place, outer, shape[place], count, inner))
@@ -245,7 +262,7 @@ def _linear(low: Lowering, node: fx.Node) -> Value | None:
 
 
 @_rule("qcore_graph.dense", "qcore_graph.embedding", "qcore_graph.conv2d", "qcore_graph.grouped_linear")
-def _in_torch(low: Lowering, node: fx.Node) -> None:  # noqa: ARG001 - a rule
+def _in_torch(low: Lowering, node: fx.Node) -> None:
     """Torch's products of floats, and layers whose kernels are called as the layers call them."""
 
 
