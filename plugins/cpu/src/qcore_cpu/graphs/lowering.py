@@ -275,7 +275,7 @@ def _few(sizes: list[int]) -> list[int]:
 
 
 def _shares(made: Tensor, source: Tensor) -> bool:
-    return made.untyped_storage()._cdata == source.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name
+    return bool(made.untyped_storage()._cdata == source.untyped_storage()._cdata)  # noqa: SLF001 - no public name
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -78,9 +78,14 @@ def operands(node: fx.Node) -> list[Any]:
     if name == "masked_fill":
         return [args[1], args[2], args[0]]
     if name == "clamp":
-        low, high = (*args[1:], *(None,) * (3 - len(args)))
+        low, high = [*args[1:], None, None][:2]
         return [args[0], -math.inf if low is None else low, math.inf if high is None else high]
     return args[: 1 if name in _UNARY else 3 if name == "where" else 2]
+
+
+def _any(argument: Any) -> Any:
+    """An argument of a node, whose type its op knows."""
+    return argument
 
 
 def in_integers(node: fx.Node) -> bool:
@@ -141,8 +146,8 @@ def _copy(low: Lowering, node: fx.Node) -> Value:
 @_rule("cat")
 def _cat(low: Lowering, node: fx.Node) -> Value:
     like: Tensor = node.meta["val"]
-    dim: Any = (node.args[1] if len(node.args) > 1 else 0) % like.dim()
-    made, start = low.new(like.shape, like.dtype), 0
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    dim, made, start = dim % like.dim(), low.new(like.shape, like.dtype), 0
     for one in node.args[0]:  # type: ignore[union-attr]
         part = low.value(one)
         size = part.meta.shape[dim]
@@ -153,10 +158,10 @@ def _cat(low: Lowering, node: fx.Node) -> Value:
 
 @_rule("index_copy")
 def _index_copy(low: Lowering, node: fx.Node) -> Value:
-    x, dim, index, source = node.args
+    x, dim, index, source = map(_any, node.args)
     own, at, new = low.value(x), low.contiguous(low.value(index)), low.contiguous(low.value(source))
     shape = own.meta.shape
-    place: int = dim % len(shape)  # type: ignore[operator]
+    place = dim % len(shape)
     if not low.written_in_place(own):
         made = low.new(shape, own.meta.dtype)
         low.copy(own, made)
@@ -231,7 +236,8 @@ def _attention(low: Lowering, node: fx.Node) -> Value | None:
 
 def is_native_attention(node: fx.Node) -> bool:
     """Whether the library computes an attention: few rows, of four dimensions and one dtype."""
-    q, k, v, mask = (None if one is None else one.meta["val"] for one in node.args[:4])  # type: ignore[union-attr]
+    q, k, v = (_any(one).meta["val"] for one in node.args[:3])
+    mask = None if node.args[3] is None else _any(node.args[3]).meta["val"]
     if any(one.dim() != 4 or one.dtype != q.dtype or one.shape[0] != q.shape[0] for one in (q, k, v)):
         return False
     fits = q.dtype in FLOATS and q.shape[2] <= FEW_ROWS and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
@@ -240,19 +246,17 @@ def is_native_attention(node: fx.Node) -> bool:
 
 @_rule("qcore_graph.linear")
 def _linear(low: Lowering, node: fx.Node) -> Value | None:
-    x, weight, bias, scheme, n, out_dtype = node.args
+    x, weight, bias, scheme, n, out_dtype = map(_any, node.args)
     own = low.value(x)
-    k, position = own.meta.shape[-1], low.position(weight)  # type: ignore[arg-type]
+    k, position = own.meta.shape[-1], low.position(weight)
     layer = layer_of(low.part.inputs[position].value, str(scheme), own.meta.dtype, out_dtype)
     if layer is None or (bias is not None and low.value(bias).meta.dtype not in FLOATS):
         return None
     form, packed = layer
     own, offset = low.contiguous(own), None if bias is None else low.contiguous(low.value(bias))
-    made = low.new((*own.meta.shape[:-1], n), out_dtype)  # type: ignore[misc, arg-type]
+    made = low.new((*own.meta.shape[:-1], n), out_dtype)
     codes, scale, zero = low.slot(), low.slot(), low.slot() if "zero" in packed else -1
-    low.done.layers.append(
-        LayerSlots(position, str(scheme), own.meta.dtype, out_dtype, form, (codes, scale, zero))  # type: ignore[arg-type]
-    )
+    low.done.layers.append(LayerSlots(position, str(scheme), own.meta.dtype, out_dtype, form, (codes, scale, zero)))
     step = Linear(
         own.place, Place(codes, 0, 0), Place(scale, SCALES[packed["scale"].dtype], 0), Place(zero, 0, 0),
         place_of(offset), made.place, own.meta.numel() // k, packed["data"].numel(),
