@@ -74,9 +74,25 @@ def test_single_numbers_of_other_dtypes(name, dtype, number):
     same(op, NUMBERS, torch.tensor(number, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alpha", [2, 0.3, -1])
+def test_sums_of_multiples_are_rounded_once(alpha, dtype):
+    torch.manual_seed(0)
+    x, y = (torch.randn(1024) * 9).to(dtype), torch.randn(1024).to(dtype)  # the rest of vectors rounds twice in torch
+    for first, second in ((x, y), (y, x), (x, x), (torch.full_like(x, torch.finfo(dtype).max), x)):
+        same(lambda x, y: aten.add(x, y, alpha=alpha), first, second)
+        same(lambda x, y: aten.sub(x, y, alpha=alpha), first, second)
+
+
 def test_powers_of_a_number():
     same(lambda x: torch.pow(257, x), VALUES.bfloat16(), tolerance=8e-3)
     same(torch.pow, torch.tensor(257), VALUES.bfloat16(), tolerance=8e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power", [0.5, -0.5, 2, 3, -1, 257, 0.3])
+def test_powers_by_a_number(power, dtype):
+    same(lambda x: x**power, VALUES.to(dtype), tolerance=1e-5 if dtype == torch.float32 else 8e-3)
 
 
 def test_bounds_that_are_no_numbers():

@@ -98,8 +98,12 @@ static void apply(Operation op, float* __restrict a, const float* __restrict b, 
                   float alpha) {
   switch (op) {
     case IDENTITY: return;
-    case ADD: QCORE_RUN(x + alpha * b[i]);
-    case SUB: QCORE_RUN(x - alpha * b[i]);
+    case SUB: return apply(ADD, a, b, c, count, -alpha);
+    case ADD:  // rounded once, as in torch
+      if (alpha == 1 || alpha == -1) {
+        QCORE_RUN(x + alpha * b[i]);
+      }
+      QCORE_RUN(__builtin_fmaf(alpha, b[i], x));
     case MUL: QCORE_RUN(x * b[i]);
     case DIV: QCORE_RUN(x / b[i]);
     case MAXIMUM: QCORE_RUN(x != x ? x : b[i] > x || b[i] != b[i] ? b[i] : x);

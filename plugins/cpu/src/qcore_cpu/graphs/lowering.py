@@ -284,10 +284,11 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     last = dict(at)
     for node in reversed(nodes):
         for user in node.users:
-            through = user.target is operator.getitem or (user.op == "call_function" and _is_view(user))
+            through = user.target is operator.getitem or (user.op == "call_function" and is_view(user))
             last[node] = max(last[node], last[user] if through else at[user])
     return last
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is a view."""
     return base_name(node.target) in VIEWS and not is_whole(node.target)

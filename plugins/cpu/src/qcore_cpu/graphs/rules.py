@@ -104,16 +104,17 @@ def _elementwise(low: Lowering, node: fx.Node) -> Value:
         operation = Operation.GELU_TANH
     if name == "pow" and found[1] == 2:  # as torch
         operation, found = Operation.MUL, [found[0], found[0]]
-    elif name == "pow" and found[1] in _ROOTS:
+    elif name == "pow" and found[1] in _ROOTS and node.meta["val"].dtype != torch.float16:  # as torch
         operation, found = _ROOTS[found[1]], found[:1]
     values = [low.value(one) if isinstance(one, fx.Node) else one for one in found]
-    if name in COMPARISONS or name in {"add", "sub"} or (name == "pow" and not isinstance(values[0], Value)):
+    if name in COMPARISONS or name in {"add", "sub", "pow"}:
         values = _rounded(values)
     like, whole = node.meta["val"], in_integers(node)
     if name in _IN_RESULT and like.dtype in FLOATS:
         by_one = name in {"mul", "div"}
         values = [_converted(low, one, like.dtype, exact=by_one and i == 1) for i, one in enumerate(values)]
     alpha: Any = node.kwargs.get("alpha", 1)
+    alpha = _rounded_number(alpha, like.dtype) if like.dtype in FLOATS else alpha
     return low.elementwise(operation, values, low.new(like.shape, like.dtype), alpha=alpha, whole=whole)
 
 
@@ -122,9 +123,11 @@ def _rounded(values: list[Any]) -> list[Any]:
     dtypes = [one.meta.dtype for one in values if isinstance(one, Value)]
     if len(dtypes) == len(values) or dtypes[0] not in FLOATS:
         return values
-    return [
-        one if isinstance(one, Value) else float(torch.tensor(one, dtype=dtypes[0], device="cpu")) for one in values
-    ]
+    return [one if isinstance(one, Value) else _rounded_number(one, dtypes[0]) for one in values]
+
+
+def _rounded_number(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def _converted(low: Lowering, value: Any, dtype: torch.dtype, *, exact: bool) -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from qcore.plugin_api import base_name, is_constant, is_whole
+from qcore.plugin_api import is_constant, is_whole
 
-from .lowering import VIEWS
+from .lowering import is_view
 from .rules import COMPARISONS, ELEMENTWISE, FLOATS, IN_INTEGERS, RULES, WHOLE, in_integers, operands, rule_name
 from .steps import DIMS, Operation
 
@@ -109,8 +109,3 @@ def _tensors(node: fx.Node) -> list[Tensor]:
         skipped = node.args[names.index("weight")] if "scheme" in names else None
     values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes if one is not skipped)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's result is a view."""
-    return base_name(node.target) in VIEWS and not is_whole(node.target)
