@@ -98,8 +98,12 @@ static void apply(Operation op, float* __restrict a, const float* __restrict b, 
                   float alpha) {
   switch (op) {
     case IDENTITY: return;
-    case ADD: QCORE_RUN(x + alpha * b[i]);
-    case SUB: QCORE_RUN(x - alpha * b[i]);
+    case SUB: return apply(ADD, a, b, c, count, -alpha);
+    case ADD:  // rounded once, as in torch
+      if (alpha == 1 || alpha == -1) {
+        QCORE_RUN(x + alpha * b[i]);
+      }
+      QCORE_RUN(__builtin_fmaf(alpha, b[i], x));
     case MUL: QCORE_RUN(x * b[i]);
     case DIV: QCORE_RUN(x / b[i]);
     case MAXIMUM: QCORE_RUN(x != x ? x : b[i] > x || b[i] != b[i] ? b[i] : x);
@@ -116,7 +120,8 @@ static void apply(Operation op, float* __restrict a, const float* __restrict b, 
     case XOR: QCORE_RUN((x != 0) != (b[i] != 0) ? 1.0f : 0.0f);
     case NOT: QCORE_RUN(x == 0 ? 1.0f : 0.0f);
     case WHERE: QCORE_RUN(x != 0 ? b[i] : c[i]);
-    case CLAMP: QCORE_RUN((x < b[i] ? b[i] : x) > c[i] ? c[i] : x < b[i] ? b[i] : x);
+    case CLAMP:  // to NaN where a bound is
+      QCORE_RUN(b[i] != b[i] || c[i] != c[i] ? b[i] + c[i] : (x < b[i] ? b[i] : x) > c[i] ? c[i] : x < b[i] ? b[i] : x);
     case NEG: QCORE_RUN(-x);
     case ABS: QCORE_RUN(__builtin_fabsf(x));
     case RECIPROCAL: QCORE_RUN(1.0f / x);
@@ -203,8 +208,8 @@ static void norm_row(const Norm& norm, const void* x, const void* weight, const 
   if (norm.centred) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += values[i];
-    const float mean = (float)(sum / (double)n);
-    for (int64_t i = 0; i < n; i++) values[i] -= mean;
+    const double mean = sum / (double)n;
+    for (int64_t i = 0; i < n; i++) values[i] = (float)(values[i] - mean);
   }
   const float scale = 1.0f / __builtin_sqrtf(dot_of(values, values, n) / (float)n + norm.eps);
   for (int64_t i = 0; i < n; i++) values[i] *= scale;

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, Role, base_name, is_whole
 
-from .memory import ARENA, Arena, Value, collapsed, meta
-from .steps import DIMS, Copy, Elementwise, Operand, Operation, Steps
+from .memory import ARENA, Arena, Value, collapsed, is_same_view, meta
+from .steps import DIMS, Copy, Elementwise, Operation, Steps
 
 VIEWS = frozenset({
     "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select",
@@ -114,8 +114,10 @@ class Lowering:
 
     def contiguous(self, x: Value) -> Value:
         """The value in row-major order, copied if it is not."""
-        if x.meta.is_contiguous():
-            return x
+        return x if x.meta.is_contiguous() else self.copied(x)
+
+    def copied(self, x: Value) -> Value:
+        """The value in memory of its own, in row-major order."""
         made = self.new(x.meta.shape, x.meta.dtype, scratch=True)
         self.copy(x, made)
         return made
@@ -126,14 +128,26 @@ class Lowering:
 
     def copy(self, x: Value, to: Value) -> None:
         """Copy a value, broadcast to another one of the same dtype."""
-        sizes, (source, strides) = collapsed(to.meta.shape, x.meta.expand(to.meta.shape).stride(), to.meta.stride())
+        whole = x.meta.expand(to.meta.shape)
+        sizes, (source, strides) = collapsed(to.meta.shape, whole.stride(), to.meta.stride())
+        if len(sizes) > DIMS:
+            dim = min((size, dim) for dim, size in enumerate(whole.shape) if size > 1)[1]
+            for one, other in zip(whole.unbind(dim), to.meta.unbind(dim), strict=True):
+                self.copy(x.viewed(one), to.viewed(other))
+            return
         step = Copy(x.place, to.place, len(sizes), x.meta.itemsize)
         step.sizes[: len(sizes)], step.source_strides[: len(sizes)] = _few(sizes), source
         step.to_strides[: len(sizes)] = strides
         self.done.steps.append(step)
 
     def elementwise(
-        self, operation: Operation, operands: Sequence[Value | float], to: Value, *, alpha: float = 1, whole: bool = False
+        self,
+        operation: Operation,
+        operands: Sequence[Value | float],
+        to: Value,
+        *,
+        alpha: float = 1,
+        whole: bool = False,
     ) -> Value:
         """``to`` (contiguous) of tensors that are broadcast to it, and numbers; ``whole``: in integers of 64 bits."""
         shape = to.meta.shape
@@ -156,7 +170,11 @@ class Lowering:
         """Whether the present node may write into ``x``: a whole state, of which nobody reads what it holds now."""
         if x.slot not in self._states or x.meta.numel() * x.meta.itemsize != self._state(x.slot).nbytes:
             return False
-        held = [node for node, value in self._values.items() if isinstance(value, Value) and value.slot == x.slot]
+        held = [
+            node
+            for node, value in self._values.items()
+            if any(isinstance(one, Value) and one.slot == x.slot for one in (value if type(value) is list else [value]))
+        ]
         return x.meta.is_contiguous() and all(self._last[node] <= self._now for node in held)
 
     def _state(self, slot: int) -> Any:
@@ -241,12 +259,10 @@ class Lowering:
         writes = []
         for position, output in part.updates.items():
             value, own = self.value(part.outputs[output]), self._values[self._places[position]]
-            if value.slot == own.slot and value.meta.is_contiguous() and value.meta.shape == own.meta.shape:
+            if value.slot == own.slot and is_same_view(value.meta, own.meta):
                 continue
             if value.slot in self._states:  # which may be written before it is read
-                kept = self.new(value.meta.shape, value.meta.dtype, scratch=True)
-                self.copy(value, kept)
-                value = kept
+                value = self.copied(value)
             writes.append((value, own))
         for value, own in writes:
             self.copy(value, own)
@@ -259,7 +275,7 @@ def _few(sizes: list[int]) -> list[int]:
 
 
 def _shares(made: Tensor, source: Tensor) -> bool:
-    return made.untyped_storage()._cdata == source.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name
+    return bool(made.untyped_storage()._cdata == source.untyped_storage()._cdata)  # noqa: SLF001 - no public name
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -268,10 +284,11 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     last = dict(at)
     for node in reversed(nodes):
         for user in node.users:
-            through = user.target is operator.getitem or (user.op == "call_function" and _is_view(user))
+            through = user.target is operator.getitem or (user.op == "call_function" and is_view(user))
             last[node] = max(last[node], last[user] if through else at[user])
     return last
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is a view."""
     return base_name(node.target) in VIEWS and not is_whole(node.target)

@@ -97,9 +97,21 @@ class Arena:
         bisect.insort(self._holes, (offset, size))
 
 
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, in the same memory, are the same numbers in the same order."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
 def view_of(memory: Tensor, value: Value) -> Tensor:
     """A value as a tensor: ``memory`` is that of its base, uint8 for the arena."""
     own: Any = value.meta
-    if memory.dtype != own.dtype:
-        memory = memory[value.offset : value.offset + own.untyped_storage().nbytes()].view(own.dtype)
+    if value.slot == ARENA:
+        memory = memory[value.offset : value.offset + own.untyped_storage().nbytes()]
+    if memory.dtype != own.dtype:  # for elements of another size the last dimension has to be a multiple of them
+        memory = (memory.view(-1) if memory.is_contiguous() else memory).view(own.dtype)
     return memory.as_strided(own.shape, own.stride(), own.storage_offset() + memory.storage_offset())

@@ -27,7 +27,7 @@ class _Room:
 
     def __init__(self, lowered: Lowered) -> None:
         self.bases = (ctypes.c_void_p * lowered.slots)()
-        self.arena = torch.empty(lowered.arena + 64, dtype=torch.uint8)
+        self.arena = torch.empty(lowered.arena + 64, dtype=torch.uint8, device="cpu")  # whatever the default device is
         self.bases[ARENA] = self.arena.data_ptr()
         for slot, constant in lowered.constants.items():
             self.bases[slot] = constant.data_ptr()
@@ -55,7 +55,10 @@ class Program:
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """The results of the part. Raises `PartRefused` if a state or a layer is not as it was compiled for."""
-        room = self._rooms.pop() if self._rooms else _Room(self._lowered)
+        try:
+            room = self._rooms.pop()
+        except IndexError:  # other threads use what there is
+            room = _Room(self._lowered)
         try:
             return self._run(room, values)
         finally:
@@ -75,7 +78,8 @@ class Program:
             if not given.is_contiguous() or given.is_neg():
                 given = held[position] = given.contiguous().resolve_neg()
             bases[position + 1] = given.data_ptr()
-        results = {slot: torch.empty(like.shape, dtype=like.dtype) for slot, like in self._lowered.outputs}
+        outputs = self._lowered.outputs
+        results = {slot: torch.empty(like.shape, dtype=like.dtype, device="cpu") for slot, like in outputs}
         for slot, one in results.items():
             bases[slot] = one.data_ptr()
         memory = {ARENA: room.arena, **results}
@@ -85,7 +89,7 @@ class Program:
                 bases[segment.slot] = made.data_ptr()
             else:
                 self._lowered.steps.run(*segment, bases)
-        return [results[slot] for slot, _ in self._lowered.outputs]
+        return [results[slot] for slot, _ in outputs]
 
     def _bind(self, room: _Room, values: Sequence[Any]) -> None:
         """Point to the packed tensors of the layers of this call."""
@@ -113,8 +117,9 @@ class Program:
             if given is not None:
                 return view_of(given, value)
             own, like = held[value.slot - 1], value.meta
-            whole = own.shape == like.shape and own.stride() == like.stride() and not like.storage_offset()
-            return own if whole else view_of(own, value)  # an op may know a weight by its tensor
+            whole = own.dtype == like.dtype and own.shape == like.shape and own.stride() == like.stride()
+            # An op may know a weight by its tensor.
+            return own if whole and not like.storage_offset() else view_of(own, value)
 
         args: Any = torch.utils._pytree.tree_map(tensor, node.args)  # noqa: SLF001 - torch has no public one
         made: Tensor = node.target(*args)

@@ -47,6 +47,9 @@ IN_INTEGERS = frozenset({
     Operation.ABS,
 })  # fmt: skip
 """Operations of the library on integers of 64 bits."""
+_ROOTS: Any = {0.5: Operation.SQRT, -0.5: Operation.RSQRT}
+_IN_RESULT = frozenset({"add", "sub", "mul", "div", "pow"})
+"""Ops of several tensors whose result depends on whether these were rounded to its dtype before."""
 ELEMENTWISE = {**_UNARY, **_BINARY, "where": Operation.WHERE, "masked_fill": Operation.WHERE, "clamp": Operation.CLAMP}
 
 
@@ -75,9 +78,14 @@ def operands(node: fx.Node) -> list[Any]:
     if name == "masked_fill":
         return [args[1], args[2], args[0]]
     if name == "clamp":
-        low, high = (*args[1:], *(None,) * (3 - len(args)))
+        low, high = [*args[1:], None, None][:2]
         return [args[0], -math.inf if low is None else low, math.inf if high is None else high]
     return args[: 1 if name in _UNARY else 3 if name == "where" else 2]
+
+
+def _any(argument: Any) -> Any:
+    """An argument of a node, whose type its op knows."""
+    return argument
 
 
 def in_integers(node: fx.Node) -> bool:
@@ -96,13 +104,17 @@ def _elementwise(low: Lowering, node: fx.Node) -> Value:
         operation = Operation.GELU_TANH
     if name == "pow" and found[1] == 2:  # as torch
         operation, found = Operation.MUL, [found[0], found[0]]
-    elif name == "pow" and found[1] == 0.5:  # noqa: PLR2004
-        operation, found = Operation.SQRT, found[:1]
+    elif name == "pow" and found[1] in _ROOTS and node.meta["val"].dtype != torch.float16:  # as torch
+        operation, found = _ROOTS[found[1]], found[:1]
     values = [low.value(one) if isinstance(one, fx.Node) else one for one in found]
-    if name in COMPARISONS or name in {"add", "sub"}:
+    if name in COMPARISONS or name in {"add", "sub", "pow"}:
         values = _rounded(values)
     like, whole = node.meta["val"], in_integers(node)
+    if name in _IN_RESULT and like.dtype in FLOATS:
+        by_one = name in {"mul", "div"}
+        values = [_converted(low, one, like.dtype, exact=by_one and i == 1) for i, one in enumerate(values)]
     alpha: Any = node.kwargs.get("alpha", 1)
+    alpha = _rounded_number(alpha, like.dtype) if like.dtype in FLOATS else alpha
     return low.elementwise(operation, values, low.new(like.shape, like.dtype), alpha=alpha, whole=whole)
 
 
@@ -111,23 +123,34 @@ def _rounded(values: list[Any]) -> list[Any]:
     dtypes = [one.meta.dtype for one in values if isinstance(one, Value)]
     if len(dtypes) == len(values) or dtypes[0] not in FLOATS:
         return values
-    return [one if isinstance(one, Value) else float(torch.tensor(one, dtype=dtypes[0])) for one in values]
+    return [one if isinstance(one, Value) else _rounded_number(one, dtypes[0]) for one in values]
+
+
+def _rounded_number(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
+
+
+def _converted(low: Lowering, value: Any, dtype: torch.dtype, *, exact: bool) -> Any:
+    """An operand rounded to the dtype that torch computes in; ``exact``: a single number is not, as in torch."""
+    if not isinstance(value, Value) or value.meta.dtype in {dtype, torch.bool} or dtype == torch.float32:
+        return value
+    if exact and value.meta.numel() == 1:
+        return value
+    return low.elementwise(Operation.IDENTITY, [value], low.new(value.meta.shape, dtype, scratch=True))
 
 
 @_rule("copy")
 def _copy(low: Lowering, node: fx.Node) -> Value:
     like = node.meta["val"]
     whole = {like.dtype, node.args[1].meta["val"].dtype} <= WHOLE  # type: ignore[union-attr]
-    return low.elementwise(
-        Operation.IDENTITY, [low.value(node.args[1])], low.new(like.shape, like.dtype), whole=whole
-    )
+    return low.elementwise(Operation.IDENTITY, [low.value(node.args[1])], low.new(like.shape, like.dtype), whole=whole)
 
 
 @_rule("cat")
 def _cat(low: Lowering, node: fx.Node) -> Value:
     like: Tensor = node.meta["val"]
-    dim: Any = (node.args[1] if len(node.args) > 1 else 0) % like.dim()
-    made, start = low.new(like.shape, like.dtype), 0
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    dim, made, start = dim % like.dim(), low.new(like.shape, like.dtype), 0
     for one in node.args[0]:  # type: ignore[union-attr]
         part = low.value(one)
         size = part.meta.shape[dim]
@@ -138,14 +161,16 @@ def _cat(low: Lowering, node: fx.Node) -> Value:
 
 @_rule("index_copy")
 def _index_copy(low: Lowering, node: fx.Node) -> Value:
-    x, dim, index, source = node.args
+    x, dim, index, source = map(_any, node.args)
     own, at, new = low.value(x), low.contiguous(low.value(index)), low.contiguous(low.value(source))
     shape = own.meta.shape
-    place: int = dim % len(shape)  # type: ignore[operator]
+    place = dim % len(shape)
     if not low.written_in_place(own):
         made = low.new(shape, own.meta.dtype)
         low.copy(own, made)
         own = made
+    else:  # which changes what is read of it
+        at, new = (low.copied(one) if one.slot == own.slot else one for one in (at, new))
     inner = math.prod(shape[place + 1 :]) * own.meta.itemsize
     count, outer = at.meta.numel(), math.prod(shape[:place])
     low.done.steps.append(IndexCopy(own.place, at.place, new.place, outer, shape[place], count, inner))
@@ -214,7 +239,8 @@ def _attention(low: Lowering, node: fx.Node) -> Value | None:
 
 def is_native_attention(node: fx.Node) -> bool:
     """Whether the library computes an attention: few rows, of four dimensions and one dtype."""
-    q, k, v, mask = (None if one is None else one.meta["val"] for one in node.args[:4])  # type: ignore[union-attr]
+    q, k, v = (_any(one).meta["val"] for one in node.args[:3])
+    mask = None if node.args[3] is None else _any(node.args[3]).meta["val"]
     if any(one.dim() != 4 or one.dtype != q.dtype or one.shape[0] != q.shape[0] for one in (q, k, v)):
         return False
     fits = q.dtype in FLOATS and q.shape[2] <= FEW_ROWS and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
@@ -223,19 +249,17 @@ def is_native_attention(node: fx.Node) -> bool:
 
 @_rule("qcore_graph.linear")
 def _linear(low: Lowering, node: fx.Node) -> Value | None:
-    x, weight, bias, scheme, n, out_dtype = node.args
+    x, weight, bias, scheme, n, out_dtype = map(_any, node.args)
     own = low.value(x)
-    k, position = own.meta.shape[-1], low.position(weight)  # type: ignore[arg-type]
+    k, position = own.meta.shape[-1], low.position(weight)
     layer = layer_of(low.part.inputs[position].value, str(scheme), own.meta.dtype, out_dtype)
     if layer is None or (bias is not None and low.value(bias).meta.dtype not in FLOATS):
         return None
     form, packed = layer
     own, offset = low.contiguous(own), None if bias is None else low.contiguous(low.value(bias))
-    made = low.new((*own.meta.shape[:-1], n), out_dtype)  # type: ignore[misc, arg-type]
+    made = low.new((*own.meta.shape[:-1], n), out_dtype)
     codes, scale, zero = low.slot(), low.slot(), low.slot() if "zero" in packed else -1
-    low.done.layers.append(
-        LayerSlots(position, str(scheme), own.meta.dtype, out_dtype, form, (codes, scale, zero))  # type: ignore[arg-type]
-    )
+    low.done.layers.append(LayerSlots(position, str(scheme), own.meta.dtype, out_dtype, form, (codes, scale, zero)))
     step = Linear(
         own.place, Place(codes, 0, 0), Place(scale, SCALES[packed["scale"].dtype], 0), Place(zero, 0, 0),
         place_of(offset), made.place, own.meta.numel() // k, packed["data"].numel(),
@@ -245,7 +269,7 @@ def _linear(low: Lowering, node: fx.Node) -> Value | None:
 
 
 @_rule("qcore_graph.dense", "qcore_graph.embedding", "qcore_graph.conv2d", "qcore_graph.grouped_linear")
-def _in_torch(low: Lowering, node: fx.Node) -> None:  # noqa: ARG001 - a rule
+def _in_torch(low: Lowering, node: fx.Node) -> None:
     """Torch's products of floats, and layers whose kernels are called as the layers call them."""
 
 

@@ -24,7 +24,8 @@ class Operation(enum.IntEnum):
     """An operation element by element; the values are the library's."""
 
     (IDENTITY, ADD, SUB, MUL, DIV, MAXIMUM, MINIMUM, POW, EQ, NE, LT, LE, GT, GE, AND, OR, XOR, NOT, WHERE, CLAMP,
-     NEG, ABS, RECIPROCAL, RSQRT, SQRT, EXP, LOG, SIN, COS, TANH, ERF, SIGMOID, SILU, GELU, GELU_TANH, RELU) = range(36)  # fmt: skip
+     NEG, ABS, RECIPROCAL, RSQRT, SQRT, EXP, LOG, SIN, COS, TANH, ERF, SIGMOID, SILU, GELU, GELU_TANH,
+     RELU) = range(36)  # fmt: skip
 
 
 class Place(ctypes.Structure):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from qcore.plugin_api import base_name, is_constant, is_whole
+from qcore.plugin_api import is_constant, is_whole
 
-from .lowering import VIEWS
+from .lowering import is_view
 from .rules import COMPARISONS, ELEMENTWISE, FLOATS, IN_INTEGERS, RULES, WHOLE, in_integers, operands, rule_name
 from .steps import DIMS, Operation
 
@@ -27,9 +27,7 @@ def why_not(node: fx.Node) -> str:
         return "it has a tensor without elements"
     if any(one.layout != torch.strided or one.is_complex() for one in tensors):
         return "it has a tensor that is sparse or complex"
-    if is_constant(node, alone=True):
-        return ""
-    if node.target is operator.getitem or (name in VIEWS and not is_whole(node.target)):
+    if is_constant(node, alone=True) or node.target is operator.getitem or is_view(node):
         return ""
     if name not in RULES:
         return f"{name} has no kernel in qcore_cpu"
@@ -42,10 +40,14 @@ def _why_not_whole(node: fx.Node, name: str) -> str:
     values = [one.meta["val"] for one in node.args if isinstance(one, fx.Node)]
     if name in {"rms_norm", "layer_norm"} and not all(one.dtype in FLOATS for one in (*values, node.meta["val"])):
         return f"{name} in {values[0].dtype} has no kernel in qcore_cpu"
+    if name in {"rms_norm", "layer_norm"}:
+        x, *factors = values
+        fits = x.dim() and all(one.shape == x.shape[-1:] for one in factors)
+        return "" if fits else f"{name} of this form has no kernel in qcore_cpu"
     if name == "rope":
         x, cos, sin = values
         shape = node.meta["val"].shape
-        rows = all(one.shape[-1] == shape[-1] and one.dtype in FLOATS for one in (x, cos, sin))
+        rows = all(one.shape[-1:] == shape[-1:] and one.dtype in FLOATS for one in (x, cos, sin))
         if not rows or shape[-1] % 2 or len(shape) > _ROPE_DIMS or cos.dtype != sin.dtype:
             return "rope of this form has no kernel in qcore_cpu"
     return ""
@@ -57,14 +59,16 @@ def _why_not_aten(node: fx.Node, name: str, tensors: list[Tensor]) -> str:
         return f"it has tensors of {other}, which qcore_cpu does not compute in"
     if any(one.dim() > DIMS for one in tensors):
         return f"it has a tensor of more than {DIMS} dimensions"
-    if name in ELEMENTWISE:
-        return _why_not_elementwise(node, name)
+    return _why_not_elementwise(node, name) if name in ELEMENTWISE else _why_not_moved(node, name, tensors)
+
+
+def _why_not_moved(node: fx.Node, name: str, tensors: list[Tensor]) -> str:
     result = node.meta["val"]
     if name == "cat":
         same = all(one.dtype == result.dtype and one.dim() == result.dim() for one in tensors)
         return "" if same else "cat of several dtypes has no kernel in qcore_cpu"
     if name == "index_copy":
-        x, _, index, source = node.args
+        x, _, _, source = node.args
         fits = x.meta["val"].dim() and x.meta["val"].dim() == source.meta["val"].dim()  # type: ignore[union-attr]
         same = x.meta["val"].dtype == source.meta["val"].dtype  # type: ignore[union-attr]
         return "" if fits and same else "index_copy of this form has no kernel in qcore_cpu"
@@ -105,8 +109,3 @@ def _tensors(node: fx.Node) -> list[Tensor]:
         skipped = node.args[names.index("weight")] if "scheme" in names else None
     values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes if one is not skipped)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's result is a view."""
-    return base_name(node.target) in VIEWS and not is_whole(node.target)
