@@ -5,7 +5,7 @@ to bfloat16, as in `PlainLinear`. Three defects of the op limit its use: in bflo
 gives garbage or a crash, an x that does not start at a multiple of 16 bytes crashes, and other dtypes run scalar code.
 
 The op rounds its result to bfloat16 before the bias is added: where the two cancel, the error is up to 3 times the
-contract's tolerance. As further columns of codes the bias would be added before, at 1.3 to 3.5 times the time of one row.
+contract's tolerance. As further columns of codes the bias would be added before, in 1.3 to 3.5 times the time of a row.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ From `_CROSSOVER` rows on, the same packed bytes are dequantized a few columns a
 matrix product.
 
 The op rounds its result to bfloat16 before the bias is added: where the two cancel, the error is up to 3 times the
-contract's tolerance. As a further group of codes the bias would be added before, at up to 2.7 times the time of one row.
+contract's tolerance. As a further group of codes the bias would be added before, in up to 2.7 times the time of a row.
 """
 
 from __future__ import annotations
