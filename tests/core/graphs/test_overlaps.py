@@ -82,4 +82,4 @@ def test_ways_beyond_the_eighth_run_in_torch():
     for i in (9, 10, 3):
         torch.testing.assert_close(compiled(*halves(x, i)), both_written(*halves(expected, i)))
     torch.testing.assert_close(x, expected)
-    assert [report.refused for report in graphs.explain().reports][-1:] == [MANY]
+    assert MANY in graphs.explain().refused  # of whatever this process has compiled
