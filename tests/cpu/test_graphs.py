@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from graph_backends import check_calls_that_only_write, check_replaced_memory
-from tiny_models import Counter, Decoder, Encoder, decoded
+from graph_backends import check_calls_that_only_write, check_counted, check_replaced_memory
+from tiny_models import Decoder, Encoder, decoded
 from torch import nn
 
 import qcore
@@ -168,13 +168,7 @@ def test_memory_that_is_replaced_is_taken_at_the_next_call(dtype):
     torch.zeros(2, 3).T, torch.zeros(3, dtype=torch.float64),
 ])  # fmt: skip
 def test_states(count):
-    model, step = Counter(count), torch.ones_like(count)
-    compiled = torch.compile(model, backend=qcore_cpu)
-    for number in range(1, 4):
-        torch.testing.assert_close(compiled(step), torch.full_like(count, 2 * number))
-        torch.testing.assert_close(model.count, torch.full_like(count, number))
-    model.count.zero_()
-    torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
+    check_counted(qcore_cpu, count)
 
 
 @torch.no_grad()

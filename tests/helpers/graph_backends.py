@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from tiny_models import Counter
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -131,3 +132,14 @@ def check_calls_that_only_write(backend, synchronize):
     synchronize(model)
     assert model.count.item() == 3
     assert torch.equal(model.cache[:3], (2 * x).expand(3, 3))
+
+
+def check_counted(backend, count):
+    """A compiled model that counts in a buffer: results, the buffer after each call, and after torch wrote to it."""
+    model, step = Counter(count), torch.ones_like(count)
+    compiled = torch.compile(model, backend=backend)
+    for number in range(1, 4):
+        torch.testing.assert_close(compiled(step), torch.full_like(count, 2 * number))
+        torch.testing.assert_close(model.count, torch.full_like(count, number))
+    model.count.zero_()
+    torch.testing.assert_close(compiled(step), torch.full_like(count, 2))

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from graph_backends import check_calls_that_only_write, check_replaced_memory, part_of
+from graph_backends import check_calls_that_only_write, check_counted, check_replaced_memory, part_of
 from tiny_models import Counter, Decoder, Encoder, decoded
 from torch import nn
 
@@ -176,13 +176,7 @@ SHARED = torch.zeros(8)
 def test_states(count, reason):
     assert reason in states.why_not(count)
     assert bool(reason) == bool(states.why_not(count))
-    model, step = Counter(count), torch.ones_like(count)
-    compiled = torch.compile(model, backend=qcore_xla)
-    for number in range(1, 4):
-        torch.testing.assert_close(compiled(step), torch.full_like(count, 2 * number))
-        torch.testing.assert_close(model.count, torch.full_like(count, number))
-    model.count.zero_()
-    torch.testing.assert_close(compiled(step), torch.full_like(count, 2))
+    check_counted(qcore_xla, count)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +70,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._holes: list[tuple[int, int]] = []  # offset, size; in order, none adjacent
+        self._holes: list[tuple[int, int]] = []  # offset, size; none adjacent
 
     def take(self, size: int) -> tuple[int, int]:
         """A range of at least ``size`` bytes: offset and size."""
@@ -83,18 +82,18 @@ class Arena:
         room, at = fitting
         self._holes.remove((at, room))
         if room > size:
-            bisect.insort(self._holes, (at + size, room - size))
+            self._holes.append((at + size, room - size))
         return at, size
 
     def free(self, offset: int, size: int) -> None:
         """Give a range back."""
-        at = bisect.bisect(self._holes, (offset, 0))
-        if at < len(self._holes) and self._holes[at][0] == offset + size:
-            size += self._holes.pop(at)[1]
-        if at and sum(self._holes[at - 1]) == offset:
-            offset, before = self._holes.pop(at - 1)
-            size += before
-        bisect.insort(self._holes, (offset, size))
+        joined: list[tuple[int, int]] = []
+        for at, room in sorted([*self._holes, (offset, size)]):
+            if joined and sum(joined[-1]) == at:
+                joined[-1] = joined[-1][0], joined[-1][1] + room
+            else:
+                joined.append((at, room))
+        self._holes = joined
 
 
 def is_same_view(a: Tensor, b: Tensor) -> bool:
