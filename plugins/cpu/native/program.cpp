@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 namespace qcore_cpu {
@@ -74,11 +73,12 @@ int64_t integer_result(Operation op, int64_t a, int64_t b, int64_t c, int64_t al
 // Elements `from` to `from + count` of row `row`, of integers.
 void integers(const Elementwise& s, const Frame& f, int64_t row, int64_t from, int64_t count) {
   const int64_t inner = s.sizes[s.dims - 1];
+  int64_t first[OPERANDS];  // where the row begins
+  for (int o = 0; o < s.count; o++) first[o] = offset_of(row, s.dims, s.sizes, s.operands[o].strides);
   const auto value = [&](int o, int64_t i) -> int64_t {
     const Operand& one = s.operands[o];
     if (one.at.slot < 0) return one.whole;
-    const int64_t at = offset_of(row, s.dims, s.sizes, one.strides) + (from + i) * one.strides[s.dims - 1];
-    return integer_at(f.at(one.at), type_of(one.at), at);
+    return integer_at(f.at(one.at), type_of(one.at), first[o] + (from + i) * one.strides[s.dims - 1]);
   };
   for (int64_t i = 0; i < count; i++) {
     const int64_t a = value(0, i), b = s.count > 1 ? value(1, i) : 0, c = s.count > 2 ? value(2, i) : 0;
@@ -104,7 +104,8 @@ void floats(const Elementwise& s, const Frame& f, int64_t row, int64_t rows, int
       use.load(f.at(one.at) + at * type_size(type), type, stride, count, values[o] + r * count);
     }
   }
-  use.apply(static_cast<Operation>(s.operation), values[0], values[1], values[2], rows * count, static_cast<float>(s.alpha));
+  use.apply(static_cast<Operation>(s.operation), values[0], values[1], values[2], rows * count,
+            static_cast<float>(s.alpha));
   const int64_t to = row * s.sizes[s.dims - 1] + from;
   use.store(values[0], type_of(s.to), rows * count, f.at(s.to) + to * type_size(type_of(s.to)));
 }
@@ -161,7 +162,8 @@ void run(const Rope& s, const Frame& f) {
     const auto at = [&](const Place& p, const int64_t* strides) {
       return f.at(p) + offset_of(row, 4, sizes, strides) * type_size(type_of(p));
     };
-    f.kernels.elements->rope(form, at(s.x, s.x_strides), at(s.cos, s.cos_strides), at(s.sin, s.sin_strides), f.at(s.y) + row * size);
+    f.kernels.elements->rope(form, at(s.x, s.x_strides), at(s.cos, s.cos_strides), at(s.sin, s.sin_strides),
+                             f.at(s.y) + row * size);
   });
 }
 
@@ -179,7 +181,8 @@ void run(const Attention& s, const Frame& f) {
   const Elements& use = *f.kernels.elements;
   const Type type = type_of(s.q);
   const int64_t size = type_size(type);
-  each(f.pool, pairs * parts, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, s.positions / parts * s.width)), [&](int64_t task) {
+  const int64_t numbers = std::max<int64_t>(1, s.positions / parts * s.width);  // of keys, for a task
+  each(f.pool, pairs * parts, std::max<int64_t>(1, GRAIN / numbers), [&](int64_t task) {
     const int64_t part = task % parts, kv = task / parts % s.kv_heads, b = task / parts / s.kv_heads;
     const int64_t needed = rows * s.width + ATTENDED * (rows + std::max(s.width, s.v_width));
     const Scratch scratch(4 * needed + 16 * rows);
@@ -192,7 +195,8 @@ void run(const Attention& s, const Frame& f) {
       use.load(f.at(s.q) + at * size, type, 1, s.width, q + r * s.width);
       for (int64_t i = 0; i < s.width; i++) q[r * s.width + i] *= scale;
       limits[r] = s.causal ? std::min(row + 1, s.positions) : s.positions;
-      mask_rows[r] = s.mask.slot < 0 ? 0 : (b * s.mask_strides[0] + head * s.mask_strides[1] + row * s.mask_strides[2]) * type_size(type_of(s.mask));
+      const int64_t of_mask = b * s.mask_strides[0] + head * s.mask_strides[1] + row * s.mask_strides[2];
+      mask_rows[r] = of_mask * type_size(type_of(s.mask));
     }
     Attended a{};
     a.q = q, a.rows = rows, a.width = s.width, a.v_width = s.v_width, a.type = type;

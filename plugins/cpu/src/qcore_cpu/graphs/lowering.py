@@ -56,7 +56,7 @@ class Lowered:
 
     **Fields:** ``steps``; ``segments``: ranges of steps and what torch runs between them; ``arena``: its bytes;
     ``slots``: how many bases there are; ``outputs``: slot and a tensor like it for each result; ``constants``, by slot;
-    ``layers``; ``in_torch``: nodes that torch runs.
+    ``layers``.
     """
 
     steps: Steps
@@ -136,7 +136,7 @@ class Lowering:
                 self.copy(x.viewed(one), to.viewed(other))
             return
         step = Copy(x.place, to.place, len(sizes), x.meta.itemsize)
-        step.sizes[: len(sizes)], step.source_strides[: len(sizes)] = _few(sizes), source
+        step.sizes[: len(sizes)], step.source_strides[: len(sizes)] = sizes, source
         step.to_strides[: len(sizes)] = strides
         self.done.steps.append(step)
 
@@ -209,7 +209,7 @@ class Lowering:
             return Value(slot, 0, meta(self._constants[node].shape, self._constants[node].dtype))
         if node.target is operator.getitem:
             return self._values[node.args[0]][node.args[1]]  # type: ignore[index]
-        if base_name(node.target) in VIEWS and not is_whole(node.target):
+        if is_view(node):
             return self._view(node)
         found = self._rule_of(node.target)(self, node)
         return self._in_torch(node) if found is None else found

@@ -20,7 +20,7 @@ from .steps import Attention, IndexCopy, Linear, Norm, Operation, Place, Rope
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
 FEW_ROWS = 8
-"""Rows of queries from which on torch's attention is quicker: it has matrix products for them."""
+"""The most rows of queries that the library computes; for more, torch's attention has matrix products."""
 
 RULES: dict[str, Rule] = {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import weakref
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -112,7 +111,9 @@ _NAMES: dict[type[ctypes.Structure], str] = {
     Elementwise: "elementwise", Copy: "copy", Norm: "norm", Rope: "rope", Attention: "attention",
     IndexCopy: "index_copy", Linear: "linear",
 }  # fmt: skip
-_FAULTS = {1: MemoryError("qcore_cpu: memory ran out in a program"), 2: IndexError("an index is out of range")}
+_NO_MEMORY = "qcore_cpu: memory ran out in a program"
+_OUT_OF_RANGE = 2
+"""What a run returns for an index out of range; 1 is memory that ran out."""
 
 
 @lru_cache(maxsize=1)
@@ -135,7 +136,7 @@ class Steps:
         library = _library()
         self._program = library.qcore_cpu_program()
         if not self._program:
-            raise _FAULTS[1]
+            raise MemoryError(_NO_MEMORY)
         weakref.finalize(self, library.qcore_cpu_program_free, self._program)
         self._run = library.qcore_cpu_program_run
         self.count = 0
@@ -144,15 +145,10 @@ class Steps:
         """Append a step, which is copied; ``form``: of a quantized linear layer. Raises `MemoryError`."""
         add = getattr(_library(), f"qcore_cpu_step_{_NAMES[type(step)]}")
         if add(self._program, ctypes.addressof(step), *([] if form is None else [form])):
-            raise _FAULTS[1]
+            raise MemoryError(_NO_MEMORY)
         self.count += 1
 
     def run(self, first: int, last: int, bases: Any) -> None:
         """Run steps ``first`` to ``last`` - 1. Raises `MemoryError`, or `IndexError` for an index out of range."""
         if failed := self._run(self._program, first, last, bases):
-            raise _FAULTS[failed]
-
-
-def filled(kind: Any, values: Sequence[int]) -> Any:
-    """An array of the library, zeros beyond ``values``."""
-    return kind(*values)
+            raise IndexError("an index is out of range") if failed == _OUT_OF_RANGE else MemoryError(_NO_MEMORY)
