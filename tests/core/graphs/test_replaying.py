@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import random
 import types
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from graph_backends import TorchParts
@@ -324,6 +326,53 @@ def test_tensors_that_are_made_on_the_way_are_refused():
     compiled(*args)
     with pytest.raises(qcore.UnsupportedError, match="not all this call does"):
         make_replay(compiled, *args)
+
+
+def test_floats_that_models_differ_in_are_kept():
+    """Dynamo passes them to the graph from the second model on, as tensors that it makes at each call."""
+    for epsilon in (1e-5, 0.5, 2.0):
+        model, other = twins(Normed, epsilon)
+        compiled = TorchParts().compiled(model)
+        compiled(torch.randn(2, 8))
+        replay = make_replay(compiled, torch.randn(2, 8))
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(replay(x), other(x))
+
+
+class Normed(nn.Module):
+    def __init__(self, epsilon):
+        super().__init__()
+        self.layer, self.epsilon = nn.Linear(8, 8), epsilon
+
+    def forward(self, x):
+        return self.layer(x) * torch.rsqrt(x.square().mean() + self.epsilon)
+
+
+class Drawing(Normed):
+    def forward(self, x):
+        return super().forward(x) * random.uniform(0.0, 1.0)
+
+
+def test_random_numbers_of_python_are_refused():
+    model, _ = twins(Drawing, 1e-5)
+    compiled, x = TorchParts().compiled(model), torch.randn(2, 8)
+    compiled(x)
+    with pytest.raises(qcore.UnsupportedError, match="random numbers of Python"):
+        make_replay(compiled, x)
+
+
+def test_arrays_of_numpy_are_refused():
+    """They are other tensors at each call."""
+    model, _ = twins(Scaled, 1e-5)
+    compiled, x, scale = TorchParts().compiled(model), torch.randn(2, 8), np.array(2.0)
+    compiled(x, scale)
+    with pytest.raises(qcore.UnsupportedError, match="before the graph"):
+        make_replay(compiled, x, scale)
+
+
+class Scaled(Normed):
+    def forward(self, x, scale):
+        return super().forward(x) * torch.from_numpy(scale)
 
 
 def test_hooks_around_the_model_are_refused():

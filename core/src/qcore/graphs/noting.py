@@ -96,7 +96,10 @@ def _beside(frame: FrameType | None) -> tuple[str, Globals | None]:
         frame = frame.f_back
     if len(made) != 1:
         return f"it is called by {len(made)} functions that torch has made, where one is expected", None
-    return _of_code(made[0].f_code), Globals(made[0])
+    code = made[0].f_code
+    if any(name.startswith(_RANDOM) for name in code.co_names):
+        return "it takes random numbers of Python", None
+    return _of_code(code), Globals(made[0])
 
 
 def _of_code(code: CodeType) -> str:
@@ -170,3 +173,5 @@ _SETTER = "object_setattr_ignore_descriptor"
 """By which torch 2.13 writes attributes."""
 _GRAPH = "__compiled_fn"
 """How the names of captured graphs begin."""
+_RANDOM = "__gen_rand_values"
+"""How the names of functions begin that call `random` before the graph."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -50,7 +50,7 @@ def make_replay(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Repl
     _check_alone(notes)
     inputs, outputs = _Inputs(model, args, kwargs, notes[0].values), _Outputs(result, notes[0], (args, kwargs))
     graph = notes.pop().graph
-    inputs.check_lasting()
+    inputs.check_lasting(graph._scalars)  # type: ignore[attr-defined]
     return Replay(graph, inputs, outputs, result)
 
 
@@ -110,7 +110,7 @@ class Replay:
 
     Raises `ValueError` for other arguments, for objects among them that hold others than before, if a parameter or
     buffer or the mode of the model was replaced, under autocast and with another default dtype. Not checked, other than
-    by Dynamo: numbers among the model's attributes, modes of its submodules, hooks that were added.
+    by Dynamo: numbers among the model's attributes and globals, modes of its submodules, hooks that were added.
 
     Attribute ``result``: what the recorded call returned.
     """
@@ -159,10 +159,15 @@ class _Inputs:
         self._check_apart([values[place] for _, _, place in self._slots])
         self._state = _ModelState(model, self._held)
 
-    def check_lasting(self) -> None:
-        """Raise `UnsupportedError` for a tensor that torch made on the way to the graph: nothing else holds it."""
-        refs = [weakref.ref(one) if isinstance(one, Tensor) else None for one in self._held]
-        others = [None if isinstance(one, Tensor) else one for one in self._held]
+    def check_lasting(self, floats: Collection[int]) -> None:
+        """Raise `UnsupportedError` for a tensor that torch made on the way to the graph: nothing else holds it.
+
+        Except for tensors of ``floats``, positions at which torch passes a float: once models differ in one, their
+        head size or epsilon, it is no constant of the graph, and still one of each model.
+        """
+        kept = [i in floats or not isinstance(one, Tensor) for i, one in enumerate(self._held)]
+        refs = [None if keep else weakref.ref(one) for one, keep in zip(self._held, kept, strict=True)]
+        others = [one if keep else None for one, keep in zip(self._held, kept, strict=True)]
         self._held = []
         gc.collect()
         self._held = [one if ref is None else ref() for ref, one in zip(refs, others, strict=True)]
