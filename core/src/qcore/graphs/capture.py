@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from ..nn.graph_ops import CAPTURES
 from . import overlaps, programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
+from .integers import constants, take_integers
 from .noting import note_call
 from .ops import QUANTIZED, decompositions, is_whole
-from .rewriting import computes, constants, counters, keep_whole, scalars, with_scalars
+from .rewriting import computes, keep_whole, scalars, with_scalars
 
 _log = logging.getLogger("qcore.graphs")
 
@@ -32,6 +34,8 @@ GRADIENTS = (
     "graph backends run inference only, and this call needs gradients; call the model under torch.inference_mode() or "
     "torch.no_grad(), or compile it with another backend for training"
 )
+_MANY = 16
+"""For how many values of its numbers a graph is compiled before a warning says so."""
 INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
 
 
@@ -55,15 +59,15 @@ class Captured:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], backend: GraphBackend) -> None:
         self._module, self._backend = module, backend
-        self._roles = [_role(node) for node in module.graph.find_nodes(op="placeholder")]
+        self._recorded, self._integers = take_integers(keep_whole(module))
+        self._roles = [_role(node) for node in self._recorded.graph.find_nodes(op="placeholder")]
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._overlaps = overlaps.Overlaps(self._roles)
         self._lock = threading.Lock()
-        static = [value for value, role in zip(inputs, self._roles, strict=True) if role is not Role.FRESH]
+        static = [value for value, role in zip(inputs, self._roles, strict=False) if role is not Role.FRESH]
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)
         self._why_not = INNER_GRADIENTS if computes(module, "_grad_increment_nesting") else ""
-        self._recorded, self._counters = counters(keep_whole(module))
         self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
         self.__name__ = backend.name
@@ -75,14 +79,19 @@ class Captured:
         return results
 
     def _run(self, values: Sequence[Any]) -> Any:
+        counts: Sequence[int | None] = ()
+        if self._integers is not None:
+            passed = self._integers.of(values)
+            if passed is None:
+                return self._refuse_call(values)
+            counts, values = passed[0], (*values, *passed[1])
         numbers = tuple([values[i] for i in self._numbers]), tuple([values[i].item() for i in self._scalars])
         program = self._programs.get((*numbers, self._overlaps.of(values)))
         if program is None:
             program = self._new_program(numbers, values)
         results = program(*values)
-        if self._counters is None:
+        if not counts:
             return results
-        counts = self._counters.forward(*values)
         return [result if count is None else count for result, count in zip(results, counts, strict=True)]
 
     def _new_program(self, numbers: tuple[Any, ...], values: Sequence[Any]) -> Callable[..., Any]:
@@ -91,7 +100,22 @@ class Captured:
             program = self._programs.get((*numbers, overlap)) or self._compiled(numbers[0], overlap, values)
             # What the graph writes may be known only now.
             self._programs[(*numbers, self._overlaps.of(values))] = program
+            self._warn_of_many(numbers)
             return program
+
+    def _warn_of_many(self, numbers: tuple[Any, ...]) -> None:
+        met = dict.fromkeys((*integers, *floats) for integers, floats, _ in self._programs)
+        if len(met) != _MANY or (*numbers[0], *numbers[1]) != [*met][-1]:
+            return
+        places = self._recorded.graph.find_nodes(op="placeholder")
+        varied = [len({*values}) > 1 for values in zip(*met, strict=True)]
+        names = [places[i].name for i in compress((*self._numbers, *self._scalars), varied)]
+        warnings.warn(
+            f"{self._backend.name}: this graph has been compiled for {_MANY} values of {', '.join(names)}, each in as "
+            f"much time as the first. Pad sizes to a few (qcore.graphs.bucket), and pass numbers as tensors.",
+            QcoreWarning,
+            stacklevel=2,
+        )
 
     def _compiled(self, numbers: Sequence[Any], overlap: overlaps.Overlap, values: Sequence[Any]) -> Callable[..., Any]:
         report = Report(self._backend.name, tuple(number for number in numbers if type(number) is int))
@@ -113,7 +137,21 @@ class Captured:
     def _refuse(self, report: Report, why: str) -> Callable[..., Any]:
         report.refused = why
         warnings.warn(f"{report.backend}: this graph runs in torch: {why}.", QcoreWarning, stacklevel=2)
-        return states.synchronized(self._module.forward) if self._backend.defers_writes else self._module.forward
+        return self._in_torch()
+
+    def _refuse_call(self, values: Sequence[Any]) -> Any:
+        why = "an integer is an index out of range, or from the other end than before"
+        warnings.warn(f"{self._backend.name}: this call runs in torch: {why}.", QcoreWarning, stacklevel=4)
+        return self._in_torch()(*values)
+
+    def _in_torch(self) -> Callable[..., Any]:
+        """The graph as Dynamo has recorded it, which ignores further arguments."""
+        count = len(self._module.graph.find_nodes(op="placeholder"))
+
+        def run(*values: Any) -> Any:
+            return self._module.forward(*values[:count])
+
+        return states.synchronized(run) if self._backend.defers_writes else run
 
     def _lowered(self, values: Sequence[Any], overlap: overlaps.Overlap, report: Report) -> Callable[..., Any]:
         from torch._dynamo import disable

@@ -77,51 +77,6 @@ def with_scalars(module: fx.GraphModule, values: Mapping[int, float]) -> fx.Grap
     return fx.GraphModule(module, graph)
 
 
-def counters(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """The recorded graph without the results that count in Python integers, and a graph that computes these alone.
-
-    A cache that counts its tokens in an integer gives a graph ``(count, ...) -> (count + 1, ...)``: with the count as a
-    constant, each call would be another program. The second graph takes all arguments and returns a list with None for
-    the other results; None if there are no such results.
-    """
-    counted: dict[fx.Node, None] = {}
-    for node in module.graph.nodes:
-        inner = node.op == "call_function" and all(one in counted for one in node.all_input_nodes)
-        if (inner or node.op == "placeholder") and isinstance(_value(node), (int, torch.SymInt)):
-            counted[node] = None
-    results = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    if not any(one in counted for one in results):
-        return module, None
-    rest, apart = fx.Graph(), fx.Graph()
-    rest.output(rest.graph_copy(module.graph, {}))
-    output = rest.output_node()
-    output.args = ([None if old in counted else new for old, new in zip(results, output.args[0], strict=True)],)  # type: ignore[arg-type]
-    for node in reversed(rest.nodes):
-        if node.op == "call_function" and not node.users and isinstance(_value(node), (int, torch.SymInt)):
-            rest.erase_node(node)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder" or node in counted:
-            copies[node] = apart.node_copy(node, copies.__getitem__)
-    apart.output([copies[one] if one in counted else None for one in results])
-    return fx.GraphModule(module, rest), fx.GraphModule(module, apart)
-
-
-def constants(module: fx.GraphModule) -> list[int]:
-    """Positions of the numbers that a program is compiled for: those that the graph or a tensor's shape depends on."""
-    places = module.graph.find_nodes(op="placeholder")
-    values = [_value(place) for place in places]
-    shapes = {symbol for value in values if isinstance(value, torch.Tensor) for symbol in _symbols(value)}
-    numbers = [i for i, value in enumerate(values) if not isinstance(value, torch.Tensor)]
-    return [i for i in numbers if places[i].users or not shapes.isdisjoint(_symbols(values[i]))]
-
-
-def _symbols(value: Any) -> set[Any]:
-    from torch.fx.experimental.symbolic_shapes import free_symbols
-
-    return set(free_symbols(value))
-
-
 def _is_item(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
