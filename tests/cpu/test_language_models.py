@@ -31,6 +31,16 @@ def test_tiny_decoders(kind, scheme):
     assert greedy(compiled, model.config, IDS, 24, replayed=2) == expected
 
 
+def test_sliding_windows_are_few_programs():
+    """Their caches count in Python, are first filled and then moved."""
+    model = tiny_decoder("Mistral", sliding_window=16)
+    qcore.quantize_(model, "w8a16-g32")
+    compiled = torch.compile(copy.deepcopy(model), backend="qcore_cpu")
+    assert greedy(compiled, model.config, IDS, 24) == greedy(model, model.config, IDS, 24)
+    check_one_part_a_step(compiled)
+    assert len(qcore.graphs.explain(compiled).reports) == 3
+
+
 def test_generate_as_the_page_says():
     (example,) = re.findall(r"<!-- not run: needs qcore-cpu.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     model = tiny_decoder("Llama")

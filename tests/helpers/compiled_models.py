@@ -23,7 +23,7 @@ SENTENCES = [
 def greedy(call, config, ids, count, replayed=None):
     """The greedy text after ``ids`` with a static cache; ``replayed``: tokens from that one on are a replay's."""
     cache = transformers.StaticCache(config=config, max_cache_len=96)
-    size = config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache.early_initialization(1, config.num_key_value_heads, size, torch.float32, torch.device("cpu"))
     place, text = torch.arange(ids.shape[1]), []
     for done in range(count):
@@ -45,13 +45,13 @@ def check_one_part_a_step(model):
 
 
 def tiny_decoder(kind, **settings):
-    """A random Llama, Qwen2 or Mistral; ``settings``: more of its configuration."""
+    """A random Llama, Qwen2, Mistral or Gemma3Text; ``settings``: more of its configuration."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, **settings,
     )  # fmt: skip
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
 
 
 def smollm2_model():

@@ -42,6 +42,16 @@ def test_tiny_decoders(kind, backend):
         assert greedy(compiled, model.config, ids, 24, replayed=2) == expected
 
 
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3Text"])
+def test_sliding_windows_are_few_programs(kind, backend):
+    """Their caches count in Python, are first filled and then moved."""
+    model = tiny_decoder(kind, sliding_window=16, head_dim=16)
+    compiled, ids = torch.compile(copy.deepcopy(model), backend=backend), torch.tensor([[3, 1, 4, 1, 5]])
+    assert greedy(compiled, model.config, ids, 24) == greedy(model, model.config, ids, 24)
+    check_one_part_a_step(compiled)
+    assert len(graphs.explain(compiled).reports) == 3
+
+
 def test_caches_that_count_in_python_have_no_replay(backend):
     model = tiny_decoder("Mistral", sliding_window=16)
     compiled, ids = torch.compile(copy.deepcopy(model), backend=backend), torch.tensor([[3, 1, 4, 1, 5]])

@@ -21,6 +21,7 @@ would decompose further (`KEPT`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -80,13 +81,24 @@ Not ``grid_sampler_2d``, whose decomposition makes integers of coordinates that 
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
-    """Torch's decompositions to core ATen ops, without those of the ops in `KEPT`, of `MORE`, and those in `fused`."""
+    """Torch's decompositions to core ATen ops without `KEPT`, with `MORE`, those in `fused`, and one for ``roll``."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     table: Any = core_aten_decompositions()
     found = {op: rule for op, rule in table.items() if base_name(op) not in KEPT}
     more = {op: rule for op, rule in decomposition_table.items() if base_name(op) in MORE}
-    return {**more, **found, **fused.DECOMPOSITIONS}
+    return {**more, **found, **fused.DECOMPOSITIONS, torch.ops.aten.roll.default: _rolled}
+
+
+def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """``aten::roll`` by slices: torch selects all elements by an index."""
+    if not dims:
+        return _rolled(x.flatten(), shifts, [0]).view(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        first = -shift % size if size else 0
+        x = torch.cat((x.narrow(dim, first, size - first), x.narrow(dim, 0, first)), dim) if first else x.clone()
+    return x
 
 
 def base_name(target: Any) -> str:

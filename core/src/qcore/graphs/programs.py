@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 
 from ..errors import QcoreWarning, first_line
-from . import cutting, recognizing, states
+from . import cutting, recognizing, states, windows
 from .backends import Compiled, GraphBackend, Input, Part, PartRefused, Role
 from .explaining import HostNode, PartReport, Report
 
@@ -52,6 +52,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
     recognizing.clean(module)
     recognizing.choose(module)
+    windows.replace_joined(module)
     recognizing.take_whole_memory(module)
     recognizing.recognize(module, backend.recognizes())
     report.writes = len(written)

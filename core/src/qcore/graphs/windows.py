@@ -1,0 +1,81 @@
+"""Windows that slide: caches that move by one and take a new element at the end.
+
+A ``roll`` is a ``cat`` of two slices (`ops`); ``x[:, index] = new`` with a constant index would be a copy of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .folding import constant_value, is_constant
+from .ops import base_name
+
+_aten = torch.ops.aten
+
+
+def replace_joined(module: fx.GraphModule) -> None:
+    """Let ``cat`` join what ``index_put`` would write in the place of one of its parts, in place.
+
+    If it writes one element along the dimension that is joined, at a constant index, and nothing else reads the rest.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and base_name(node.target) == "index_put":
+            _replace(module, node, values)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    arguments: Any = node.args
+    joined, indices, new, *accumulate = arguments
+    at = [i for i, one in enumerate(indices) if one is not None]
+    if base_name(joined.target) != "cat" or any(accumulate) or len(at) != 1:
+        return
+    (dim,), like = at, node.meta["val"]
+    index = indices[dim]
+    if index.meta["val"].dtype not in {torch.int64, torch.int32} or index.meta["val"].numel() != 1:
+        return
+    parts = _parts(joined, dim)
+    if not is_constant(index) or parts is None or new.meta["val"].device != like.device:
+        return
+    place = int(constant_value(module, index, values)) % like.shape[dim]
+    found = next((i for i, (start, one) in enumerate(parts) if (start, one.meta["val"].shape[dim]) == (place, 1)), None)
+    if found is None:
+        return
+    with module.graph.inserting_before(node):
+        part = _expanded(module.graph, new, like, dim, index.meta["val"].dim())
+        made = module.graph.call_function(
+            _aten.cat.default, ([part if i == found else one for i, (_, one) in enumerate(parts)], dim)
+        )
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    module.graph.erase_node(node)
+
+
+def _parts(joined: Any, dim: int) -> list[tuple[int, fx.Node]] | None:
+    """What a ``cat`` joins along ``dim``, each with its beginning; None if it joins another dimension or dtypes."""
+    like, start, found = joined.meta["val"], 0, []
+    along = joined.args[1] if len(joined.args) > 1 else 0
+    for one in joined.args[0]:
+        if one.meta["val"].dtype != like.dtype or one.meta["val"].dim() != like.dim():
+            return None
+        found.append((start, one))
+        start += one.meta["val"].shape[dim]
+    return found if along % like.dim() == dim else None
+
+
+def _expanded(graph: fx.Graph, new: Any, like: Tensor, dim: int, index_dims: int) -> fx.Node:
+    """``new``, which broadcasts to what an index of ``index_dims`` dimensions selects, as a part of one element."""
+    shape = [*like.shape[:dim], *[1] * index_dims, *like.shape[dim + 1 :]]
+    value = new.meta["val"].expand(shape)
+    part = graph.call_function(_aten.expand.default, (new, shape))
+    part.meta = {"val": value}
+    whole = [*like.shape[:dim], 1, *like.shape[dim + 1 :]]
+    if index_dims != 1:
+        part = graph.call_function(_aten.reshape.default, (part, whole))
+        part.meta = {"val": value.reshape(whole)}
+    return part
