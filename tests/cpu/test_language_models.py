@@ -2,6 +2,7 @@
 
 import copy
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import qcore
 transformers = pytest.importorskip("transformers")
 
 from compiled_models import check_one_part_a_step, greedy, smollm2_model, tiny_decoder  # noqa: E402
+
+import qcore.hf  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 PAGE = Path(__file__).parents[2] / "docs/how-to/language-models.md"
@@ -42,14 +45,30 @@ def test_sliding_windows_are_few_programs():
 
 
 def test_generate_as_the_page_says():
-    (example,) = re.findall(r"<!-- not run: needs qcore-cpu.*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    text = PAGE.read_text("utf-8")
+    examples = re.findall(r"<!-- not run: needs qcore-cpu.*?```python\n(.*?)```", text, re.DOTALL)
     model = tiny_decoder("Llama")
     qcore.quantize_(model, "w4a16-g32-asym")
     model.generation_config.pad_token_id = 0
     expected = model.generate(IDS, do_sample=False, max_new_tokens=16)
-    names = {"torch": torch, "model": model, "ids": IDS}
-    exec(example, names)
-    assert torch.equal(names["text"], expected)
+    names = {"torch": torch, "qcore": qcore, "model": model, "ids": IDS}
+    for example in examples:
+        names["text"] = None
+        exec(textwrap.dedent(example), names)
+        assert torch.equal(names["text"], expected)
+    assert len(examples) == 2
+    (report,) = qcore.graphs.explain(model).reports
+    assert len(report.parts) == 1
+    for length in (2, 9, 5):  # other prompts, the same program
+        ids = torch.arange(length)[None]
+        expected = model.generate(ids, do_sample=False, max_new_tokens=6)
+        assert torch.equal(model.generate(ids, max_new_tokens=6, **names["given"]), expected)
+    assert len(qcore.graphs.explain(model).reports) == 1
+
+
+def test_backends_that_are_not_installed_are_errors():
+    with pytest.raises(ValueError, match=r"no backend 'qcore_abacus' of torch\.compile: installed .* qcore_cpu"):
+        qcore.hf.compile_config("qcore_abacus")
 
 
 @needs_file

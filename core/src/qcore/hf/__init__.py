@@ -1,4 +1,6 @@
-"""qcore inside transformers: `QcoreConfig` for ``from_pretrained``, and `adopt` for the checkpoints of other tools.
+"""qcore inside transformers: `QcoreConfig` for ``from_pretrained``, `adopt` for the checkpoints of other tools.
+
+`compile_config` lets ``generate`` run its steps on a graph backend.
 
 Importing this module registers the quantization method ``"qcore"`` with transformers 5. May import: everything below
 the command line. Imported by: no package. Users import it.
@@ -15,6 +17,7 @@ model = AutoModelForCausalLM.from_pretrained(out)  # the same bits
 """
 
 from .config import QcoreConfig
+from .generation import compile_config
 from .quantizer import QcoreQuantizer, adopt
 
-__all__ = ["QcoreConfig", "QcoreQuantizer", "adopt"]
+__all__ = ["QcoreConfig", "QcoreQuantizer", "adopt", "compile_config"]
