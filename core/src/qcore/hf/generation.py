@@ -21,11 +21,11 @@ def compile_config(backend: str) -> CompileConfig:
     """
     from torch._dynamo import list_backends
 
-    known = list_backends(exclude_tags=())  # type: ignore[no-untyped-call]
+    known = list_backends(exclude_tags=())
     if backend not in known:
         own = [name for name in known if name.startswith("qcore_")]
         installed = f"installed ones of qcore are {', '.join(own)}" if own else "no plugin of qcore that has one is"
         raise ValueError(f"there is no backend {backend!r} of torch.compile: {installed}.")
-    config = CompileConfig(backend=backend, mode=None)  # type: ignore[arg-type]
+    config = CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True  # noqa: SLF001 - else transformers compiles on some devices only
     return config
