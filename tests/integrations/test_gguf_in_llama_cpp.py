@@ -30,7 +30,7 @@ def test_a_model_quantized_by_qcore(tmp_path):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(**named))
     model.load_state_dict(dense_state(model), strict=False)
     model.half().eval()
-    qcore.quantize_(model, {"embed_tokens": "w8a16-g32", "lm_head": "w8a16-g32", "*": "w4a16-g32"})
+    qcore.quantize_(model, {"embed_tokens": "w8a16-g32", "lm_head": "w8a16-g32", "*": "w4a16-g32@absmax"})
     qcore.save(model, tmp_path / "own")
     model.config.save_pretrained(tmp_path / "own")
     tokenizer.save_pretrained(tmp_path / "own")

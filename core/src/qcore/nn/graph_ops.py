@@ -109,8 +109,12 @@ def _layers_of(weight: Tensor) -> Iterator[QuantizedModule]:
             yield layer
 
 
-def owners(weight: Tensor) -> list[QuantizedModule]:
-    """The layers whose packed weight ``weight`` stands for. Raises `FormatError` if there is none."""
+def owners(weight: Tensor, contract: str = "", scheme: str = "") -> list[QuantizedModule]:
+    """The layers whose packed weight ``weight`` stands for: several that are tied, or the copies of one.
+
+    ``contract``, ``scheme``: of the node that asks; layers with these are left, if there are any. Raises `FormatError`
+    if no layer owns the weight.
+    """
     found = list(_layers_of(weight))
     if not found:
         _owners.clear()
@@ -120,7 +124,9 @@ def owners(weight: Tensor) -> list[QuantizedModule]:
         found = list(_layers_of(weight))
     if not found:
         raise FormatError("no living quantized layer owns this weight: it was bound again or deleted.")
-    return found
+    if contract:
+        found = [one for one in found if one._primary and one._primary.request.contract == contract] or found
+    return [one for one in found if str(one.scheme) == scheme] or found
 
 
 def weight_of(weight: Tensor) -> QTensor:
@@ -133,9 +139,7 @@ def weight_of(weight: Tensor) -> QTensor:
 
 def _run(contract: str, scheme: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Any, **params: Any) -> Tensor:
     """Run the kernel of the layer that the node came from."""
-    found = owners(weight)
-    fitting = [layer for layer in found if str(layer.scheme) == scheme] or found
-    layer = next(one for one in fitting if getattr(one._primary and one._primary.request, "contract", "") == contract)
+    layer = owners(weight, contract, scheme)[0]
     dtype = layer._dtype if contract == EMBEDDING.name else x.dtype
     bound = layer._bound_for(dtype, False)
     return bound.kernel(x, bound.packed, bias, **params).to(out).contiguous()

@@ -275,9 +275,7 @@ def _in_torch(low: Lowering, node: fx.Node) -> None:
 
 def layer_of(marker: Any, scheme: str, x_dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[bytes, Any] | None:
     """Form and packed tensors of the layer that owns a weight; None if it runs on another kernel or needs more."""
-    found = layers_of(marker)
-    fitting = [one for one in found if str(one.scheme) == scheme] or found
-    bound = bound_layer(fitting[0], x_dtype)
+    bound = bound_layer(layers_of(marker, "linear", scheme)[0], x_dtype)
     if not isinstance(bound.kernel, CpuLinear) or bound.kernel.direct is None or bound.kernel.out_dtype != out_dtype:
         return None
     return bound.kernel.direct.form, bound.packed
