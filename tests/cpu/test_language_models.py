@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/language-models.md"
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w8a8"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_tiny_decoders(kind, scheme):

@@ -112,8 +112,10 @@ def test_an_exhaustive_test_is_in_one_turn(shared, monkeypatch):
 def test_alternating_tests_run_in_one_of_two_turns(shared, monkeypatch):
     class Alternating(Item):
         def get_closest_marker(self, name):
-            return pytest.mark.alternate.mark if name == "alternate" else None
+            named = pytest.mark.alternate("ranks") if self.marked == "group" else pytest.mark.alternate
+            return named.mark if name == "alternate" else None
 
-    every = [Alternating(i, "itself") for i in range(40)]
-    ran = [item for items in left_by_turn(shared, monkeypatch, "ALTERNATE_TURN", (8, 9), every) for item in items]
-    assert sorted(map(id, ran)) == sorted(map(id, every))
+    every = [Alternating(*numbered) for numbered in enumerate(["itself"] * 40 + ["group"] * 9)]
+    turns = [[*items] for items in left_by_turn(shared, monkeypatch, "ALTERNATE_TURN", (8, 9), every)]
+    assert sorted(map(id, turns[0] + turns[1])) == sorted(map(id, every))
+    assert sorted(sum(item.marked == "group" for item in items) for items in turns) == [0, 9]

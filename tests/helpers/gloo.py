@@ -21,11 +21,12 @@ import torch.multiprocessing as mp
 def run(module: str, world: int, folder: Path, names: Collection[str] | None = None) -> dict[str, list[Any]]:
     """The result of the cases called ``names``, default all, in ``module.CASES`` on each rank, or its traceback.
 
-    A case is a function of rank and world.
+    A case is a function of rank and world. Calls with neighbouring folders share verdicts about kernels, which take
+    as long as the cases.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # One thread per rank, or the ranks fight for the processors.
-    own = {"OMP_NUM_THREADS": "1", "QCORE_CACHE_DIR": str(folder / "cache")}
+    own = {"OMP_NUM_THREADS": "1", "QCORE_CACHE_DIR": str(folder.parent / "caches" / "ranks")}
     kept = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:

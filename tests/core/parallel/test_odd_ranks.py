@@ -6,6 +6,7 @@ import gloo
 import parallel_odd_cases
 import pytest
 
+pytestmark = pytest.mark.alternate("three ranks")  # one start of processes
 ORDERED = "act-order, sorted and padded on each rank"
 SUMS = [
     "uneven heads", "floats", "half of gate and up", "local w8a8", "global gradients", ORDERED,

@@ -23,10 +23,15 @@ FEW = (
     *TABLE, "local wfp8afp8-g32", "block with few keys", "block with one key", "experts by expert, uneven",
     "experts by tensor", "experts by plan", "gather", "embedding", "gradients", "token nan",
 )  # fmt: skip
-"""Cases for 4 ranks in every run; the rest of them belongs to the grids."""
+"""Cases for 4 ranks in every second run; the rest of them belongs to the grids."""
 FOUR = pytest.mark.grid("four ranks")  # one start of processes for all of them, so one turn
+FEW_ON_FOUR = pytest.mark.alternate("four ranks")
 TWO_ONLY = ("uneven heads", "uncuttable heads")
 OTHERS = tuple(name for name in parallel_cases.CASES if name not in (*FEW, *TWO_ONLY))
+
+
+def _marks(world, name):
+    return () if world == 2 else FEW_ON_FOUR if name in FEW else FOUR
 
 
 def over(*names):
@@ -35,10 +40,7 @@ def over(*names):
     assert {name for _, name in pairs} <= parallel_cases.CASES.keys()
     return pytest.mark.parametrize(
         ("world", "name"),
-        [
-            pytest.param(world, name, marks=FOUR if world == 4 and name not in FEW else (), id=f"{name}-{world}")
-            for world, name in pairs
-        ],
+        [pytest.param(world, name, marks=_marks(world, name), id=f"{name}-{world}") for world, name in pairs],
     )
 
 
@@ -72,8 +74,9 @@ def test_equals_one_process(of, world, name):
         assert found["exact"] <= found["one"] * (1 + world**0.5 / 2) + 1e-7
 
 
-def test_padding_of_sorted_columns_is_limited(of):
-    assert [1 < of(n, "act-order, sorted and padded on each rank")[0]["wider"] < 1.6 for n in (2, 4)] == [True, True]
+@over("act-order, sorted and padded on each rank")
+def test_padding_of_sorted_columns_is_limited(of, world, name):
+    assert 1 < of(world, name)[0]["wider"] < 1.6
 
 
 @over("int8 results, local scales")
@@ -263,6 +266,7 @@ def test_layer_of_a_group_of_its_own_is_not_pickled(of, world, name):
     assert "cannot be pickled" in equal_on_all(of(world, name))
 
 
+@FEW_ON_FOUR
 def test_table_on_the_page_is_what_is_measured(of):
     """The rows of the page are the cases, and its figures are these up to noise."""
     wanted = parallel_table.table({world: {name: of(world, name)[0] for name in TABLE} for world in (2, 4)})
