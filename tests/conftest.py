@@ -1,7 +1,7 @@
 """What all tests share: a fixture, a quick garbage collector, and the turns of exhaustive tests.
 
 With the variable ALTERNATE_TURN=N half of the tests marked `alternate` are left, the other half if N is odd than if it
-is even. With the variable GRID_TURN=N only one of 20 parts of the tests marked `grid` is left, that of N modulo 20.
+is even. With the variable GRID_TURN=N only one of 30 parts of the tests marked `grid` is left, that of N modulo 30.
 Tests that share what takes long are in one part: those of a module that is marked `grid`, and those marked with one
 name, `grid("NAME")` or `alternate("NAME")`.
 """
@@ -14,7 +14,7 @@ import zlib
 
 import pytest
 
-TURNS = 20
+TURNS = 30
 
 
 @pytest.fixture

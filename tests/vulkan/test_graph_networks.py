@@ -86,6 +86,7 @@ def is_whole(model):
     return not found.host and not found.refused and found.submissions == len(found.reports) == 1
 
 
+@pytest.mark.alternate
 @torch.no_grad()
 @pytest.mark.parametrize("make", [lambda: ResNet18(8), MobileBlocks])
 @pytest.mark.parametrize("scheme", [None, "w8a16", "w8a8", "w4a16-g32"])

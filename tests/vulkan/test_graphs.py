@@ -28,6 +28,7 @@ def test_torch_finds_it_by_name():
     assert getattr(import_module(module), function).__name__ == name
 
 
+@pytest.mark.alternate
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "bias", "dtype"), [
     (None, False, torch.float32), (None, True, torch.bfloat16), ("w4a16-g32-asym", True, torch.float32),
@@ -304,6 +305,7 @@ def test_needs_no_gradients():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.alternate
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "preparation"), [("w8a8", "quantize"), ("w4a16-g32", None)])
 def test_steps_of_a_block_run_side_by_side(device, monkeypatch, scheme, preparation):

@@ -271,6 +271,7 @@ def test_a_norm_of_what_is_overwritten_later():
             torch.testing.assert_close(compiled(x), expected(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.alternate
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "bias"), [("w4a16-g32", False), ("w4a16-g32", True), ("w8a8", False)])
 def test_levels_of_a_decoder_layer(made, scheme, bias):

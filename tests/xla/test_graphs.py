@@ -34,6 +34,7 @@ def test_torch_finds_it_by_name():
     assert getattr(import_module(module), function).__name__ == name
 
 
+@pytest.mark.alternate
 @torch.no_grad()
 @pytest.mark.parametrize(("scheme", "bias", "dtype"), [
     (None, False, torch.float32), ("w4a16-g32-asym", True, torch.float32), ("w8a8", False, torch.bfloat16),

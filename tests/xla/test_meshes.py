@@ -31,6 +31,7 @@ def run(script, *arguments, devices):
     assert done.stdout.split() == ["equal", str(devices)]
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize(
     ("scheme", "devices"), sampled([("w4a16-g32", 4), ("wfp8afp8", 4), ("nvfp4", 4), ("w8a8", 8)], 2)
 )
@@ -38,10 +39,12 @@ def test_a_decoder_on_a_mesh(scheme, devices):
     run("xla_mesh.py", scheme, devices, devices=devices)
 
 
+@pytest.mark.alternate
 def test_scales_of_each_devices_own_features():
     run("xla_mesh.py", "w8a8", 4, "local", devices=4)
 
 
+@pytest.mark.alternate
 def test_arrays_on_a_mesh():
     run("xla_mesh_arrays.py", 4, devices=4)
 
