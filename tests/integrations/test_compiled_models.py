@@ -21,6 +21,8 @@ from compiled_models import (
     tiny_decoder,
 )
 
+import qcore.hf
+
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.alternate]
 
 
@@ -50,6 +52,18 @@ def test_sliding_windows_are_few_programs(kind, backend):
     assert greedy(compiled, model.config, ids, 24) == greedy(model, model.config, ids, 24)
     check_one_part_a_step(compiled)
     assert len(graphs.explain(compiled).reports) == 3
+
+
+@pytest.mark.parametrize(("kind", "window", "programs"), [("Llama", {}, 1), ("Mistral", {"sliding_window": 16}, 3)])
+def test_generate_compiles_steps(kind, window, programs, backend):
+    """Prompts run as without a backend; a window is empty at first, then counted, then full."""
+    model, given = tiny_decoder(kind, **window), {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    compiled = {"cache_implementation": "static", "compile_config": qcore.hf.compile_config(backend)}
+    for ids in (torch.tensor([[1, 5, 9, 2, 6]]), torch.tensor([[3, 1, 4]])):
+        expected = model.generate(ids, **given)
+        assert torch.equal(model.generate(ids, **given, **compiled), expected)
+    check_one_part_a_step(model)
+    assert len(graphs.explain(model).reports) == programs
 
 
 def test_caches_that_count_in_python_have_no_replay(backend):
