@@ -82,6 +82,7 @@ def fresh(file: Path) -> Any:
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None  # so many tokens, without searching each for the end
     return model
 
 
@@ -124,7 +125,7 @@ def of_transformers(model: Any) -> Candidate:
     ids, long = torch.randint(0, 30000, (1, PROMPT)), torch.randint(0, 30000, (1, PREFILL))
     limits = {"do_sample": False}
     return Candidate(
-        lambda count: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits),
+        lambda count: model.generate(ids, max_new_tokens=count, **limits),
         lambda: model(long, logits_to_keep=1),
     )
 
@@ -136,11 +137,11 @@ def of_compiled(model: Any, *, guarded: bool) -> Candidate:
     ids, limits = torch.randint(0, 30000, (1, PROMPT)), {"do_sample": False, "cache_implementation": "static"}
     limits["compile_config"] = qcore.hf.compile_config("qcore_cpu")
 
-    def decode(count: int) -> None:
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=not guarded):
-            model.generate(ids, max_new_tokens=count, min_new_tokens=count, **limits)
+    def decode(count: int, checked: bool = guarded) -> None:
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=not checked):
+            model.generate(ids, max_new_tokens=count, **limits)
 
-    decode(PLACES - PROMPT)  # the longest cache, which all calls have from now on
+    decode(PLACES - PROMPT, checked=True)  # the longest cache, which all calls have from now on
     return Candidate(decode, None)
 
 
