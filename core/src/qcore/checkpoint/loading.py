@@ -71,7 +71,7 @@ def load_(
     # No inference tensors: they could not be trained or saved for backward. Files are read on the CPU, whatever device
     # the caller's torch.device(...) or set_default_device gives to new tensors.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        with open_checkpoint(Path(path)) as stored:
+        with open_checkpoint(Path(path), model) as stored:
             archive = fuse_experts(stored, model)
             found = match(model, archive)
             if strict:

@@ -44,6 +44,10 @@ _MOST_TEXT = 1 << 16
 _PARTS = ("qdata", "scale", "zero_point", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
 _FLOAT8 = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 _PLAIN_TYPES = ("Tensor", "Parameter")
+_UNDESCRIBED = (
+    "its file's metadata does not describe it: the file was rewritten without it, or describes it by the name that "
+    "transformers gives it, so that it can only be loaded into the model"
+)
 
 
 class TorchAO:
@@ -63,7 +67,7 @@ class TorchAO:
         for layer, attribute in map(_stored_weight, source.entries):
             name = f"{layer}.{attribute}".lstrip(".")
             if attribute and name not in known:
-                plan.refused[name] = "its file's metadata does not describe it: the file was rewritten without it"
+                plan.refused[name] = _UNDESCRIBED
         return plan
 
 
