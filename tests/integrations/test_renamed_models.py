@@ -3,6 +3,7 @@
 Files of multimodal models and of GPT-NeoX have the names of earlier versions of transformers.
 """
 
+import contextlib
 import copy
 import json
 
@@ -137,17 +138,36 @@ def test_torchao_describes_the_names_of_the_model(tmp_path):
     assert torch.equal(found.dequantize(), weight.dequantize())
 
 
-def test_a_base_model_takes_the_names_of_one_with_a_head(tmp_path):
-    model, _ = made("LlamaForCausalLM", tmp_path)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_base_model_from_one_with_a_head(tied, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TEXT, tie_word_embeddings=tied, pad_token_id=0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "float")
     qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w8a16")
-    whole = type(model).from_pretrained(tmp_path / "own").eval()
-    base = transformers.AutoModel.from_pretrained(tmp_path / "own").eval()
-    with torch.no_grad():
-        assert torch.equal(base(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
-    other = transformers.LlamaModel(whole.config).eval()
-    qcore.load_(other, tmp_path / "own")
-    with torch.no_grad():
-        assert torch.equal(other(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()
+
+    def states(model):
+        with torch.no_grad():
+            return model(IDS).last_hidden_state
+
+    ignored = contextlib.nullcontext() if tied else pytest.warns(qcore.QcoreWarning, match="no layer for them: lm_head")
+    with ignored:
+        base = transformers.AutoModel.from_pretrained(tmp_path / "own").eval()
+    assert torch.equal(states(base), states(whole.model))
+    other = transformers.LlamaModel(config).eval()
+    qcore.load_(other, tmp_path / "own", strict=tied)
+    assert torch.equal(states(other), states(whole.model))
+    if not tied:
+        with pytest.warns(qcore.QcoreWarning, match="lm_head"):
+            judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "own")
+        assert torch.equal(states(judge.model.eval()), states(whole.model))
+
+
+def test_blocks_that_the_model_lacks_are_an_error(tmp_path):
+    made("LlamaForCausalLM", tmp_path)
+    qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w8a16")
+    with pytest.raises(qcore.CheckpointError, match="no layer for 7 of its quantized weights"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", num_hidden_layers=1)
 
 
 def test_two_values_for_tied_weights_stay_two(tmp_path):

@@ -74,7 +74,10 @@ class _Names:
             layer, _, attribute = (start, weight, f"weight.{rest}") if weight else name.rpartition(".")
             own = self.rename(f"{layer}{_WEIGHT}")
             new = f"{own.removesuffix(_WEIGHT)}.{attribute}" if own.endswith(_WEIGHT) else name
-        yield from (new, f"{self.prefix}{new}", new.removeprefix(self.prefix))
+        yield from (new, new.removeprefix(self.prefix))
+        longer = f"{self.prefix}{new}"
+        if self._depth(longer) > self.prefix.count("."):
+            yield longer
 
     def _depth(self, name: str) -> int:
         parts = name.split(".")
