@@ -27,7 +27,7 @@ from ...errors import quoted
 from ...formats import FLOAT_SCALES, Format, find_element
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers, within_rows
 
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
@@ -103,16 +103,12 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
     table = torch.tensor(element.values, dtype=torch.float32)
     if not torch.equal(source.read(names["quant_map"]), table):
         raise LayerRefused(f"its quant_map is not the table of {state.kind}")
-    group = math.gcd(state.block, k)
-    format = Format.parse(f"{element.name}-g{group}")
+    format = Format.parse(f"{element.name}-g{math.gcd(state.block, k)}")
 
     def build(read: Read) -> QTensor:
         # High nibble first in bitsandbytes, low nibble first in qcore.
         data = read(names["weight"]).view(torch.uint8).flatten()
-        scale = _absmax(read, names, state)
-        if group < state.block:
-            scale = scale[torch.arange(n * k // group) // (state.block // group)]
-        scale = scale.view(n, k // group).t()
+        scale = within_rows(_absmax(read, names, state), state.block, (n, k))
         if k % 2:  # the codes of a row begin inside a byte
             codes = torch.stack((data >> 4, data & 15), dim=1).flatten()[: n * k].view(n, k)
             return QTensor.from_codes(codes, scale, None, format)
