@@ -182,6 +182,15 @@ def test_two_values_for_tied_weights_stay_two(tmp_path):
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_a_tensor_under_both_names_is_listed(tmp_path):
+    _, new = made("GPTNeoXForCausalLM", tmp_path)
+    state = load_file(tmp_path / "float" / "model.safetensors")
+    state["lm_head.weight"] = state["embed_out.weight"].clone()
+    save_file(state, tmp_path / "both.safetensors", {"format": "pt"})
+    with pytest.raises(qcore.CheckpointError, match=r"Not used by the model: embed_out\.weight\."):
+        qcore.load_(new(), tmp_path / "both.safetensors")
+
+
 def test_quantized_while_loading(tmp_path):
     model, _ = made("LlavaForConditionalGeneration", tmp_path)
     config = QcoreConfig("w8a16", exclude=["*vision_tower*"])

@@ -64,10 +64,10 @@ class _Names:
 
     def _found(self, name: str) -> str:
         """The name in the model that goes deepest into its modules; the given one if no other goes deeper."""
-        return max(self._candidates(name), key=self._depth)
+        others = [other for other in self._candidates(name) if other != name]
+        return max((name, *others), key=self._depth) if others else name
 
     def _candidates(self, name: str) -> Iterator[str]:
-        yield name
         new = self.rename(name)
         if new == name:  # some renames are for weights only, whose parts have other names
             start, weight, rest = name.partition(f"{_WEIGHT}.")
@@ -80,8 +80,14 @@ class _Names:
             yield longer
 
     def _depth(self, name: str) -> int:
-        parts = name.split(".")
-        return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self.known), 0)
+        """The number of leading parts of a name that the model has."""
+        depth, end = 0, name.find(".")
+        while (name if end < 0 else name[:end]) in self.known:
+            depth += 1
+            if end < 0:
+                break
+            end = name.find(".", end + 1)
+        return depth
 
 
 def _table(model: Any) -> Rename:
