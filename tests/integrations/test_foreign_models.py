@@ -7,6 +7,7 @@ import torch
 from foreign_writers import FORMATS, write_directory
 
 import qcore
+import qcore.checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,3 +60,45 @@ def test_saved_as_qcore_s_own_and_loaded_again(format, model, tmp_path):
     ids = torch.randint(0, 128, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+@pytest.mark.parametrize("parts", [("c_attn", "c_fc", "c_proj"), ("attn.c_proj",)], ids=["all", "square"])
+@pytest.mark.parametrize("format", ["gptq", "bitsandbytes NF4"])
+def test_conv1d_of_gpt2(format, parts, tmp_path):
+    """Its float weight is (K, N), but tools store the quantized one as that of a linear layer, (N, K)."""
+    sizes = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(sizes).eval()
+    layers = [name for name, _ in model.named_modules() if name.endswith(parts)]
+    weights = {f"{name}.weight" for name in layers}
+    state = {n: t.t().contiguous() if n in weights else t for n, t in model.state_dict().items()}
+    dense = write_directory(tmp_path / "foreign", sizes.to_dict(), state, layers, format)
+    model.load_state_dict({n: t.t() if n in weights else t for n, t in dense.items()})
+    ids = torch.arange(20).reshape(2, 10)
+    found = []
+    for source in ("foreign", "own"):
+        loaded = transformers.GPT2LMHeadModel(sizes).eval()
+        report = qcore.load_(loaded, tmp_path / source)
+        assert sum(row.state == "quantized" for row in report) == len(layers)
+        qcore.save(loaded, tmp_path / "own")
+        with torch.no_grad():
+            found.append(loaded(ids).logits)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_conv1d_of_gpt2_quantized_by_the_command_line(tmp_path):
+    """Without the model, the matrix is quantized as the file has it."""
+    sizes = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=4, n_positions=32)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(sizes).eval()
+    model.save_pretrained(tmp_path / "float")
+    qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w8a16")
+    loaded = transformers.GPT2LMHeadModel(sizes).eval()
+    qcore.load_(loaded, tmp_path / "own")
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        found, wanted = loaded(ids).logits, model(ids).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02

@@ -12,6 +12,10 @@ onnxruntime = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
+from qcore.checkpoint.exporters import onnx as onnx_export  # noqa: E402
+from qcore.checkpoint.exporters.onnx_layers import replace_layers  # noqa: E402
+from qcore.checkpoint.exporters.onnx_model import Traced  # noqa: E402
+
 pytestmark = pytest.mark.alternate  # each takes up to half a minute
 
 
@@ -182,6 +186,55 @@ def test_a_gguf_file_is_a_source(tmp_path):
         qcore.convert(tmp_path / "own", tmp_path / "own.gguf", "gguf")
     qcore.convert(tmp_path / "own.gguf", tmp_path / "model.onnx", "onnx")
     assert_same_logits(session(tmp_path / "model.onnx"), model)
+
+
+class Layers(torch.nn.Module):
+    """Calls each layer with its own x."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, *xs):
+        return [layer(x) for layer, x in zip(self.layers, xs, strict=True)]
+
+
+def assert_layers(shapes_and_schemes, *, standard, change=lambda layer: None):
+    """Linear layers ``((N, K), scheme)`` in one graph give what their dequantized weights give in float64."""
+    torch.manual_seed(0)
+    holder = Layers(torch.nn.Linear(k, n) for (n, k), _ in shapes_and_schemes)
+    for layer in holder.layers:
+        change(layer)
+    qcore.quantize_(holder, {f"layers.{i}": scheme for i, (_, scheme) in enumerate(shapes_and_schemes)})
+    xs = [torch.randn(2, 3, k) for (_, k), _ in shapes_and_schemes]
+    pairs = zip(holder.layers, xs, strict=True)
+    wanted = [x.double() @ layer.weight.dequantize(torch.float64).t() + layer.bias.double() for layer, x in pairs]
+    packed, refused = replace_layers(holder, standard=standard)
+    assert not refused
+    names = [[f"{letter}{i}" for i in range(len(xs))] for letter in "xy"]
+    program = onnx_export._exported(Traced(holder, tuple(xs), (({0: "batch"},) * len(xs),), *names), None)
+    onnx_export._set_int4(program, packed)
+    running = session(program.model_proto.SerializeToString())
+    found = running.run(None, {one.name: x.numpy() for one, x in zip(running.get_inputs(), xs, strict=True)})
+    for part, whole in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(
+            part, whole.detach().numpy(), rtol=1e-4, atol=1e-4 * float(whole.detach().abs().max())
+        )
+
+
+def test_large_groups_of_tables():
+    """MatMulBnb4 has blocks of at most 256, bitsandbytes of up to 4096."""
+    schemes = ("wnf4a16-g512", "wnf4a16", "wfp4_bnba16-g2048", "wfp4_bnba16", "wnf4a16-g48", "wnf4a16-g4096")
+    shapes = ((3, 1024), (5, 512), (2, 4096), (4, 96), (3, 96), (2, 48))
+    assert_layers(list(zip(shapes, schemes, strict=True)), standard=False)
+
+
+def test_equal_bytes_of_different_shapes():
+    """The exporter joins equal initializers, here all zeros, although their int4 codes have other shapes."""
+    layers = [
+        ((n, k), scheme) for n, k in ((8, 16), (16, 8), (1, 128), (4, 24)) for scheme in ("w4a16-g4-asym", "w4a16")
+    ]
+    assert_layers(layers, standard=True, change=lambda layer: layer.weight.data.zero_())
 
 
 class TestRefusals:

@@ -234,6 +234,20 @@ def test_quantizer_that_needs_inputs_is_replaced_in_a_merge():
     assert same_bits(bits(base), before)
 
 
+def test_merges_alike_for_a_config_for_conv1d():
+    """GPT-2's layers are (K, N) when float and (N, K) when quantized: fan_in_fan_out no longer applies to them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    qcore.quantize_(net, "w8a16")
+    config = peft.LoraConfig(target_modules=["0", "1"], fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(net, config).eval()
+    x = torch.randn(3, 64)
+    before = model(x).detach()
+    after = model.merge_and_unload()(x).detach()
+    assert float((after - before).norm() / before.norm()) < 0.02
+    assert config.fan_in_fan_out
+
+
 def test_saves_and_loads(tmp_path):
     model = adapted(quantized_net())
     wanted = model(tokens())

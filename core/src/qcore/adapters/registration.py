@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -46,7 +47,7 @@ def register() -> None:
         if kind is None:
             target_name = kwargs.get("target_name") or "a target module"
             raise UnsupportedError(f"{target_name} is a {type(base).__name__}, which LoRA cannot adapt: {_why(base)}")
-        return kind(target, adapter_name, config=lora_config, **kwargs)
+        return kind(target, adapter_name, config=_for_rows_of_outputs(lora_config), **kwargs)
 
     @wraps(wrap)
     def wrap_trainable(wrapper: Any, module_to_save: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -65,6 +66,15 @@ def register() -> None:
     tuners_utils._maybe_include_all_linear_layers = include_linear_layers
     LoraModel._create_new_module = staticmethod(create_new_module)
     AuxiliaryTrainingWrapper.__init__ = wrap_trainable
+
+
+def _for_rows_of_outputs(config: Any) -> Any:
+    """The config for a weight ``(N, K)``: with ``fan_in_fan_out``, for Conv1D, a merge would transpose the change."""
+    if not getattr(config, "fan_in_fan_out", False):
+        return config
+    found = copy.copy(config)
+    found.fan_in_fan_out = False
+    return found
 
 
 def _why(base: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,6 +169,21 @@ class Archive:
         if (mine is None) != (theirs is None) or (mine and theirs and not mine.same_weight(theirs)):
             return f"its metadata differs from that of {other}, its alias."
         return ""
+
+    def with_names(self, names: Mapping[str, str]) -> Archive:
+        """The same tensors and weights under other names; what ``names`` lacks keeps its name."""
+
+        def new(name: str) -> str:
+            return names.get(name, name)
+
+        return replace(
+            self,
+            entries={new(name): entry._replace(name=new(name)) for name, entry in self.entries.items()},
+            shards={new(name): shard for name, shard in self.shards.items()},
+            records={new(name): replace(record, name=new(name)) for name, record in self.records.items()},
+            aliases={new(name): new(target) for name, target in self.aliases.items()},
+            guards={new(name) for name in self.guards},
+        )
 
     # Reading.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, FormatError
+from ..errors import CheckpointError, FormatError, QcoreWarning
 from ..model import Report, report
 from ..model.report import LayerReport
 from ..nn.base import QuantizedModule, with_static_parameters
@@ -71,7 +72,7 @@ def load_(
     # No inference tensors: they could not be trained or saved for backward. Files are read on the CPU, whatever device
     # the caller's torch.device(...) or set_default_device gives to new tensors.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        with open_checkpoint(Path(path)) as stored:
+        with open_checkpoint(Path(path), model) as stored:
             archive = fuse_experts(stored, model)
             found = match(model, archive)
             if strict:
@@ -129,7 +130,10 @@ def load_weights(
         found.plain, found.computed = [], {}
         used = {swap.record.name for swap in found.swaps} | {dense.source for dense in found.dense.values()}
         lost = [name for name in archive.records if name not in used]
-        if lost:
+        if lost and used and all(_is_of_another_head(name, model) for name in lost):
+            what = f"not loaded, as the model has no layer for them: {_listing(lost)}"
+            warnings.warn(f"{archive.path}: {what}.", QcoreWarning, stacklevel=2)
+        elif lost:
             what = f"the model has no layer for {len(lost)} of its quantized weights: {_listing(lost)}."
             remedy = "Build the model that was saved. Separately stored experts are joined if all have the same format."
             raise file_error(archive.path, what, remedy)
@@ -137,6 +141,12 @@ def load_weights(
         with progress_bars.shown(False, "loading", "tensors") as tell:
             loader.prepare(tell)
         return loader.commit()
+
+
+def _is_of_another_head(name: str, model: nn.Module) -> bool:
+    """Whether a weight belongs to a head that the model lacks: to no part of it, and to none of several blocks."""
+    first, *others = name.split(".")
+    return not hasattr(model, first) and not any(part.isdecimal() for part in others)
 
 
 class _Loader:

@@ -11,7 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError, clipped, dtype_name, quoted
 from ..nn.base import QuantizedModule, static_parameters
-from ..nn.counterparts import weight_identity, weight_parameter, weight_shape, why_not_quantizable
+from ..nn.counterparts import (
+    is_transposed_linear,
+    weight_identity,
+    weight_parameter,
+    weight_shape,
+    why_not_quantizable,
+)
 from .archive import Archive
 from .buffers import recompute_buffers, unsaved_meta_buffers
 from .experts import StandIn, stand_ins, with_stand_ins
@@ -103,11 +109,22 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
         else:
             found.unexpected += _stored_names(record, archive)
         return
-    reason = why_not_quantizable(layers, layer)
+    reason = "" if _holds_linear(record, module) else why_not_quantizable(layers, layer)
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
         found.swaps.append(Swap(layer, module, record, archive.aliases.get(record.name, record.name)))
+
+
+def _holds_linear(record: Record, module: nn.Module) -> bool:
+    """Whether the weight of a Conv1D is stored as that of a linear layer, (N, K), as other tools do.
+
+    qcore itself quantizes the matrix of a float file as it is, (K, N), and alone notes a quantizer: a square weight
+    looks the same in both forms.
+    """
+    if not is_transposed_linear(module) or record.shape != weight_shape(module):
+        return False
+    return record.quantizer is None or record.shape[0] != record.shape[1]
 
 
 def _has_weight(module: nn.Module) -> bool:

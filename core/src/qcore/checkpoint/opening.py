@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import QcoreWarning, dtype_name
 from .archive import Archive
@@ -18,6 +19,7 @@ from .imported import ImportedArchive
 from .importers.base import Plan, Source
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
+from .renaming import renamed
 from .values import FLOAT_CODES
 
 _OWN = "qcore"
@@ -27,17 +29,21 @@ _CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
 
 
 @contextmanager
-def open_checkpoint(path: Path) -> Iterator[Archive]:
-    """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports."""
+def open_checkpoint(path: Path, model: nn.Module | None = None) -> Iterator[Archive]:
+    """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports.
+
+    ``model``: the one to be loaded, whose names the tensors get where transformers renames them.
+    """
     with readable(path):
         gguf = gguf_file_of(path)
     if gguf is not None:
         with ExitStack() as stack:
             with readable(gguf):
-                archive: Archive = open_gguf(gguf, stack)
-            yield archive
+                opened = open_gguf(gguf, stack)
+            yield opened
         return
-    with Archive.open(path) as archive:
+    with Archive.open(path) as stored:
+        archive = stored if model is None else renamed(stored, model)
         yield archive if archive.records else imported(archive)
 
 

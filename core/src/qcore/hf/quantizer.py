@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,7 @@ class _Loading:
             model.all_tied_weights_keys = {a: b for a, b in pairs.items() if not {a, b} & self.covered}
             try:
                 self.install()
+                self._check_filled()
                 if self.parallel is not None:
                     self.parallel.finish()
                 self.installed = True
@@ -221,6 +222,13 @@ class _Loading:
                 model.all_tied_weights_keys = pairs
 
         model._move_missing_keys_from_meta_to_device, model.tie_weights = moved, tied
+
+    def _check_filled(self) -> None:
+        """Raise if a parameter is still on meta: torch may compute with one, and the results are arbitrary numbers."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        left = sorted(name for name in self.covered & parameters.keys() if parameters[name].is_meta)
+        if left:
+            raise CheckpointError(f"qcore found no values for {left[0]!r}, which transformers left to it to load.")
 
     def take_rules(self, plan: dict[str, str]) -> None:
         """Take the rules for ``targets`` out of a plan of transformers."""
@@ -256,7 +264,7 @@ class _Stored(_Loading):
     def __init__(self, model: Any, folder: Path) -> None:
         # Closed with the stack if the load fails earlier: planning reads zero points, and is not done twice.
         with ExitStack() as stack, torch.device("cpu"):  # transformers builds models with meta as the default device
-            stored = stack.enter_context(open_checkpoint(folder))
+            stored = stack.enter_context(open_checkpoint(folder, model))
             self.archive = archive = fuse_experts(stored, model)
             self.sizes = {
                 name: sum(archive.entries[part].nbytes for part in record.tensor_names)
@@ -264,6 +272,7 @@ class _Stored(_Loading):
                 if name not in archive.aliases
             }
             targets = set(_parameters_of(model, archive))
+            _tie(model, lambda name: _stores(archive, name))
             _ignore(model, _unknown_to(model, stored) | _unknown_to(model, archive))
             self.files = stack.pop_all()
         super().__init__(model, targets)
@@ -290,7 +299,24 @@ def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:
         own = record if record in named else record.removesuffix(".weight")
         if own in named:
             yield own
-            yield from (a if b == own else b for a, b in ties.items() if own in (a, b))
+            source = ties.get(own, own)
+            yield from (name for name in (source, *ties) if ties.get(name, name) == source)
+
+
+def _stores(archive: Archive, name: str) -> bool:
+    """Whether a checkpoint holds a parameter, quantized or not."""
+    return any(name in held for held in (archive.records, archive.entries, archive.aliases))
+
+
+def _tie(model: Any, is_stored: Callable[[str], bool]) -> None:
+    """Tie weights that transformers ties after loading, for a plan that has to know which layers share one.
+
+    ``is_stored``: whether the checkpoint holds a parameter; it unties two that it holds both.
+    """
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if not (is_stored(target) and is_stored(source)):
+            layer, _, name = target.rpartition(".")
+            setattr(model.get_submodule(layer), name, model.get_parameter(source))
 
 
 def _unknown_to(model: Any, archive: Archive) -> set[str]:
@@ -316,10 +342,7 @@ class _OnTheFly(_Loading):
     """A float checkpoint, quantized weight by weight."""
 
     def __init__(self, model: Any, config: QcoreConfig) -> None:
-        # transformers ties weights after loading, but the plan has to know which layers share a weight.
-        for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-            layer, _, name = target.rpartition(".")
-            setattr(model.get_submodule(layer), name, model.get_parameter(source))
+        _tie(model, lambda _: False)
         self.plan = StreamedPlan(model, config.scheme or {}, config.include, config.exclude)
         super().__init__(model, self.plan.parameters)
 

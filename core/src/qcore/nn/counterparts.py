@@ -109,12 +109,20 @@ def weight_parameter(module: nn.Module) -> Tensor | None:
     return dict(module._parameters.items()).get("weight")
 
 
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, as in GPT-2: a linear layer whose float weight is (K, N)."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the logical shape of a layer's quantized weight: (N, K), of experts (E, N, K)."""
     if isinstance(module, QuantizedModule):
         return tuple(module._store.shape)
     weight = weight_parameter(module)
     assert weight is not None
+    if is_transposed_linear(module):
+        return weight.shape[1], weight.shape[0]
     return weight.shape[0], weight.shape[1:].numel()
 
 
@@ -147,7 +155,7 @@ def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedM
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     if not isinstance(module, QuantizedModule):
-        return float_base(module)
+        return nn.Linear if is_transposed_linear(module) else float_base(module)
     return next(kind for kind in _BUILDERS if isinstance(module, kind))
 
 

@@ -88,10 +88,24 @@ def with_state(layer, **changes):
     return layer
 
 
-def test_blocks_across_rows_are_refused(tmp_path):
-    layer = with_state(frozen("bnb_nf4"), shape=[512, 32])
-    with pytest.raises(qcore.CheckpointError, match="blocks of 64 weights cross rows of 32"):
-        read(layer, tmp_path)
+@pytest.mark.parametrize("case", ["bnb_nf4", "bnb_fp4_dq"])
+@pytest.mark.parametrize(
+    ("shape", "group"), [((512, 32), 32), ((170, 96), 32), ((5, 130), 2), ((9, 33), 1), ((3, 4096), 64), ((2, 1), 1)]
+)
+def test_blocks_across_rows_become_smaller_groups(case, shape, group, tmp_path):
+    """The blocks of a matrix are cut from it as if it were one row; the last one may be shorter."""
+    layer = frozen(case)
+    n, k = shape
+    every = read(layer, tmp_path / "whole").dequantize(torch.float32).flatten()[: n * k]
+    parts = {name.removeprefix(f"{layer.layer}."): name for name in layer.tensors}
+    bytes_, blocks = -(-n * k // 2), -(-n * k // 64)
+    layer.tensors[parts["weight"]] = layer.tensors[parts["weight"]][:bytes_]
+    layer.tensors[parts["weight.absmax"]] = layer.tensors[parts["weight.absmax"]][:blocks]
+    layer.tensors.pop(f"{layer.layer}.bias", None)
+    layer.metadata["shape"] = f"{n},{k}"
+    weight = read(with_state(layer, shape=[n, k]), tmp_path / "cut")
+    assert weight.format.group_size == group
+    assert torch.equal(weight.dequantize(torch.float32), every.view(n, k))
 
 
 def test_another_table_is_refused(tmp_path):

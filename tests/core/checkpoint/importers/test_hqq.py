@@ -44,6 +44,22 @@ def test_codes_use_all_of_their_bits_and_no_more(case, tmp_path):
     assert (int(codes.min()), int(codes.max())) == (-centre, centre - 1)
 
 
+@pytest.mark.parametrize(("shape", "group"), [((512, 32), 32), ((128, 96), 32), ((96, 128), 64), ((4, 1088), 64)])
+def test_groups_across_rows_become_smaller_ones(shape, group, tmp_path):
+    layer = frozen("hqq_8_axis1")
+    n, k = shape
+    every = read(layer, tmp_path / "whole").dequantize(torch.float32).flatten()[: n * k]
+    for part in ("W_q", "scale", "zero"):
+        name = f"{layer.layer}.{part}"
+        layer.tensors[name] = layer.tensors[name].reshape(256, -1)[: n * k // 64].contiguous()
+    layer.tensors[f"{layer.layer}.shape"] = torch.tensor(shape)
+    layer.tensors.pop(f"{layer.layer}.bias", None)
+    layer.metadata["shape"] = f"{n},{k}"
+    weight = read(layer, tmp_path / "cut")
+    assert weight.format.group(k) == group
+    assert torch.equal(weight.dequantize(torch.float32), every.view(n, k))
+
+
 @pytest.mark.parametrize("bits", [0, 1, 5, -4])
 def test_other_bits_are_refused(bits, tmp_path):
     with pytest.raises(qcore.CheckpointError, match=f"it has {bits} bits"):
@@ -55,7 +71,8 @@ def test_other_bits_are_refused(bits, tmp_path):
     [
         ("shape", torch.tensor([64, 1 << 62]), "its shape needs"),
         ("shape", torch.tensor([64, 512]), "its W_q has 8192 bytes; its shape needs 16384"),
-        ("shape", torch.tensor([3, 256]), "do not split a weight"),
+        ("shape", torch.tensor([3, 256]), "its W_q has 8192 bytes; its shape needs 384"),
+        ("shape", torch.tensor([3, 25]), "do not split a weight"),
         ("shape", torch.tensor([0, 256]), "shape"),
         ("shape", torch.tensor([1.0, 2.0]), "its shape is torch.float32"),
         ("axis", torch.zeros(1000, dtype=torch.int32), "its axis is torch.int32"),

@@ -71,16 +71,31 @@ def test_fp8_activations_become_per_token_with_a_warning(tmp_path):
     assert layer.is_dense(module.weight.dequantize(torch.float32))
 
 
-def test_a_reduced_range_of_activations_is_told(tmp_path):
-    def reduced(told):
-        act = told["_data"]["act_quant_kwargs"]
-        return told | {"_data": told["_data"] | {"act_quant_kwargs": act | {"_data": act["_data"] | CUT}}}
+@pytest.mark.parametrize(
+    ("case", "changes", "told"),
+    [
+        ("ao_int8dyn", {"reduce_range": True}, "reduce_range"),
+        ("ao_fp8_dyn_row", {"hp_value_ub": 1.0}, "hp_value_ub"),
+        ("ao_fp8_dyn_row", {"float8_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}}, "uses 'float8_e5m2'"),
+    ],
+)
+def test_activations_unlike_those_of_torchao_are_told(case, changes, told, tmp_path):
+    def changed(about):
+        act = about["_data"]["act_quant_kwargs"]
+        return about | {"_data": about["_data"] | {"act_quant_kwargs": act | {"_data": act["_data"] | changes}}}
 
-    with pytest.warns(qcore.QcoreWarning, match="reduce_range"):
-        read(with_metadata("ao_int8dyn", reduced), tmp_path)
+    with pytest.warns(qcore.QcoreWarning, match=told):
+        read(with_metadata(case, changed), tmp_path)
 
 
-CUT = {"reduce_range": True}
+def test_codes_of_one_bit(tmp_path):
+    """They are -1 and 0."""
+    one_bit = {"_type": "torch.dtype", "_data": "int1"}
+    layer = with_metadata("ao_intx_asym", lambda told: told | {"_data": told["_data"] | {"target_dtype": one_bit}})
+    name = f"{layer.layer}._weight_qdata"
+    layer.tensors[name] = -(layer.tensors[name] & 1)
+    weight = read(layer, tmp_path).weight
+    assert torch.equal(weight.codes(), layer.tensors[name])
 
 
 @pytest.mark.parametrize("act", ["PerRow", [], {}, {"_data": None}, {"_data": {"granularity": {"_type": "PerGroup"}}}])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -94,7 +95,7 @@ def _set_int4(program: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         value = program.model.graph.initializers.get(name)
         if value is None:  # tied layers share one, under the name of the first
             continue
-        raw = value.const_value.numpy()
+        raw = value.const_value.numpy()[: -(-math.prod(shape) // 2)]
         value.const_value = onnx_ir.PackedTensor(raw, onnx_ir.DataType.INT4, shape=onnx_ir.Shape(shape), name=name)
         value.dtype, value.shape = onnx_ir.DataType.INT4, onnx_ir.Shape(shape)
 

@@ -15,6 +15,7 @@ and those of MatMulNBits would be rounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from ...formats.elements import FP4, FP4_BNB, FP8, FP8_E5M2, NF4
 from ...weights.qtensor import QTensor
 
 MICROSOFT = "com.microsoft"
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 128
+_SMALLEST_BLOCK, _LARGEST_BLOCK, _LARGEST_BNB4_BLOCK = 16, 128, 256
 _BNB4 = {FP4_BNB: 0, NF4: 1}
 """``quant_type`` of MatMulBnb4."""
 UNSIGNED = 128
@@ -70,7 +71,7 @@ class ONNXWeight(nn.Module):
 
     @property
     def int4_initializers(self) -> Mapping[str, tuple[int, ...]]:
-        """Buffers that hold int4 codes, two per byte, and their shapes in the graph."""
+        """Buffers that begin with int4 codes, two per byte, and their shapes in the graph."""
         return {}
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -162,35 +163,35 @@ class BlockWeight(ONNXWeight):
 
 
 class Bnb4Weight(ONNXWeight):
-    """``codes`` uint8 ``(N * K / 2,)``, the even column high; scales ``(N * G,)``."""
+    """``codes`` uint8 ``(N * K / 2,)``, the even column high; scales ``(N * K / block,)``."""
 
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, weight: QTensor) -> None:
+    def __init__(self, weight: QTensor, block: int) -> None:
         super().__init__(weight)
         codes = weight.codes().reshape(-1)
-        self.kind = _BNB4[weight.format.element]
+        self.kind, self.block = _BNB4[weight.format.element], block
         self.register_buffer("codes", codes[0::2] << 4 | codes[1::2])
-        self.register_buffer("scales", weight.scales().t().reshape(-1))
+        self.register_buffer("scales", _per_block(weight.scales(), self.group // block, self.k // block).reshape(-1))
 
     @staticmethod
-    def holds(weight: QTensor) -> bool:
-        """Whether the operator can read a weight: whole groups, of a power of two."""
+    def block_of(weight: QTensor) -> int:
+        """The block size for a weight; 0 if the operator cannot read it: its blocks must fill rows and groups."""
         k = weight.shape[-1]
-        group = weight.format.group(k)
-        fits = k % group == 0 and group >= _SMALLEST_BLOCK and group & (group - 1) == 0
-        return weight.format.element in _BNB4 and fits
+        whole = math.gcd(k, weight.format.group(k))
+        block = min(whole & -whole, _LARGEST_BNB4_BLOCK)
+        return block if weight.format.element in _BNB4 and block >= _SMALLEST_BLOCK else 0
 
     def _product(self, x: Tensor) -> Tensor:
         return symbolic(
             f"{MICROSOFT}::MatMulBnb4", [x, self.codes, self.scales], (*x.shape[:-1], self.n),
-            K=self.k, N=self.n, block_size=self.group, quant_type=self.kind,
+            K=self.k, N=self.n, block_size=self.block, quant_type=self.kind,
         )  # fmt: skip
 
 
 class DequantizedWeight(ONNXWeight):
-    """``codes`` int4 (two per byte, becomes an int4 initializer), int8 or float8 ``(N, K)``; scales ``(N, G)``.
+    """``codes`` int4 (`_flat_int4`, becomes an int4 initializer), int8 or float8 ``(N, K)``; scales ``(N, G)``.
 
     fp4 is stored as int8 codes of twice its values, which are integers, with half its scales. Codes of other tables are
     uint8 indices into ``table``. ``unsigned_codes``: int8 codes become uint8 with zero points; see `UNSIGNED`.
@@ -207,8 +208,9 @@ class DequantizedWeight(ONNXWeight):
         zero = weight.integer_zero()
         self.int4 = element.is_integer and element.container_bits == 4
         table = None
+        self.groups = scales.shape[0]
         if self.int4:
-            codes, zero = _flat_int4(codes), None if zero is None else _flat_int4(zero.t())
+            codes, zero = _flat_int4(codes), None if zero is None else _flat_int4(self._like_scales(zero))
         elif element in _FLOAT8:
             codes = codes.view(_FLOAT8[element])
         elif element == FP4:
@@ -219,7 +221,6 @@ class DequantizedWeight(ONNXWeight):
             codes, zero = unsigned(codes), unsigned(scales.new_zeros(scales.shape) if zero is None else zero)
         if zero is not None and not self.int4:
             zero = zero.t().contiguous()
-        self.groups = scales.shape[0]
         for name, tensor in {"codes": codes, "scales": scales.t().contiguous(), "zeros": zero, "table": table}.items():
             self.register_buffer(name, tensor)
 
@@ -227,8 +228,12 @@ class DequantizedWeight(ONNXWeight):
     def int4_initializers(self) -> Mapping[str, tuple[int, ...]]:
         if not self.int4:
             return {}
-        zeros = (self.n,) if self.groups == 1 else (self.n, self.groups)
-        return {"codes": (self.n, self.k), **({} if self.zeros is None else {"zeros": zeros})}
+        zeros = self._like_scales(self.scales.t()).shape
+        return {"codes": (self.n, self.k), **({} if self.zeros is None else {"zeros": tuple(zeros)})}
+
+    def _like_scales(self, values: Tensor) -> Tensor:
+        """``(G, N)`` in the shape that DequantizeLinear takes: ``(N, G)``, or ``(N,)`` per channel."""
+        return values.view(-1) if self.groups == 1 else values.t()
 
     def _dense(self) -> Tensor:
         if self.table is not None:
@@ -261,8 +266,8 @@ def onnx_weight(weight: QTensor, *, standard: bool, rows: bool = False, unsigned
         return DequantizedWeight(weight, unsigned_codes=True)
     if not standard and (block := BlockWeight.block_of(weight)):
         return BlockWeight(weight, block)
-    if not standard and not rows and Bnb4Weight.holds(weight):
-        return Bnb4Weight(weight)
+    if not standard and not rows and (block := Bnb4Weight.block_of(weight)):
+        return Bnb4Weight(weight, block)
     return DequantizedWeight(weight)
 
 
@@ -272,10 +277,14 @@ def _packed(values: Tensor, bits: int) -> Tensor:
 
 
 def _flat_int4(values: Tensor) -> Tensor:
-    """int8 values in row-major order as raw int4 data: two per byte, the even element low."""
+    """int8 values in row-major order as raw int4 data: two per byte, the even element low; then their shape.
+
+    torch's exporter joins equal initializers. With the shape, those that are equal only as bytes stay apart.
+    """
     flat = values.reshape(-1)
     flat = (pad(flat, (0, flat.numel() % 2)) & 15).view(torch.uint8)
-    return flat[0::2] | flat[1::2] << 4
+    shape = torch.tensor([values.dim(), *values.shape]).view(torch.uint8)
+    return torch.cat((flat[0::2] | flat[1::2] << 4, shape))
 
 
 def _per_block(values: Tensor, repeats: int, blocks: int) -> Tensor:

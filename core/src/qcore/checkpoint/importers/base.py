@@ -6,6 +6,7 @@ layer that qcore's formats cannot represent is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -235,6 +236,18 @@ def int_format(bits: int, group: int | None, zero: ZeroPoint) -> Format:
     """The format of 4- or 8-bit integer weights; ``group``: columns per scale, None for one per row."""
     zeros = {ZeroPoint.NONE: "", ZeroPoint.INT: "-asym", ZeroPoint.FLOAT: "-fzp"}
     return Format.parse(f"int{bits}" + (f"-g{group}" if group else "") + zeros[zero])
+
+
+def within_rows(values: Tensor, block: int, shape: tuple[int, int]) -> Tensor:
+    """One value for each block of a flattened weight ``(N, K)``, as one for each of its groups, ``(G, N)``.
+
+    Blocks that cross rows become groups of gcd(block, K) columns, several of which have the same value.
+    """
+    n, k = shape
+    group = math.gcd(block, k)
+    if group < block:
+        values = values[torch.arange(n * k // group) // (block // group)]
+    return values.view(n, k // group).t()
 
 
 def order_by_group(g_idx: Tensor, size: int | None) -> Tensor | None:

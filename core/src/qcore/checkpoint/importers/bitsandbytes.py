@@ -2,7 +2,8 @@
 
 4 bits: ``weight`` uint8, the codes of the flattened matrix, high nibble first; ``weight.absmax``, one scale for each
 block of 64 of them; ``weight.quant_map``, the table of the 16 values; ``weight.quant_state.bitsandbytes__nf4`` or
-``__fp4``, JSON as bytes. Double quantization: ``absmax`` is uint8 and
+``__fp4``, JSON as bytes. Blocks that cross rows, of K columns, become groups of gcd(64, K) that share scales. Double
+quantization: ``absmax`` is uint8 and
 
     absmax[i] = nested_quant_map[absmax[i]] * nested_absmax[i // 256] + nested_offset
 
@@ -14,6 +15,7 @@ int8 activations, except for outlier columns; here activations stay float.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from ...errors import quoted
 from ...formats import FLOAT_SCALES, Format, find_element
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers, within_rows
 
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
@@ -101,31 +103,32 @@ def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
     table = torch.tensor(element.values, dtype=torch.float32)
     if not torch.equal(source.read(names["quant_map"]), table):
         raise LayerRefused(f"its quant_map is not the table of {state.kind}")
-    format = Format.parse(f"{element.name}-g{state.block}")
+    format = Format.parse(f"{element.name}-g{math.gcd(state.block, k)}")
 
     def build(read: Read) -> QTensor:
         # High nibble first in bitsandbytes, low nibble first in qcore.
-        data = read(names["weight"]).view(torch.uint8).reshape(n, k // 2)
-        scale = _absmax(read, names, state).view(n, k // state.block).t()
-        return QTensor((data >> 4) | (data << 4), scale, None, (n, k), format)
+        data = read(names["weight"]).view(torch.uint8).flatten()
+        scale = within_rows(_absmax(read, names, state), state.block, (n, k))
+        if k % 2:  # the codes of a row begin inside a byte
+            codes = torch.stack((data >> 4, data & 15), dim=1).flatten()[: n * k].view(n, k)
+            return QTensor.from_codes(codes, scale, None, format)
+        return QTensor(((data >> 4) | (data << 4)).view(n, k // 2), scale, None, (n, k), format)
 
     sources = (*names.values(), states[0])
     plan.weights.append(ForeignWeight(start, (n, k), Scheme(format), sources, build))
 
 
 def _check(source: Source, state: _State, names: dict[str, str]) -> None:
-    """Raise `LayerRefused` for tensors that do not match the state, and for blocks that cross rows."""
+    """Raise `LayerRefused` for tensors that do not match the state."""
     entries = {part: source.entries[name] for part, name in names.items()}
     n, k = state.shape
-    if k % state.block or k % 2:
-        raise LayerRefused(f"its blocks of {state.block} weights cross rows of {k}; qcore's groups cannot")
-    blocks = n * k // state.block
+    blocks = -(-n * k // state.block)
     nested = state.nested_block > 0
     needed = {"weight", "absmax", "quant_map"} | ({"nested_absmax", "nested_quant_map"} if nested else set())
     if needed - entries.keys():
         raise LayerRefused(f"it lacks {', '.join(sorted(needed - entries.keys()))}")
     check_dtypes(source, names, weight=_STORAGE, absmax=(torch.uint8 if nested else torch.float32,))
-    sizes = {"weight": n * k // 2, "absmax": blocks * entries["absmax"].dtype.itemsize, "quant_map": 16 * 4}
+    sizes = {"weight": -(-n * k // 2), "absmax": blocks * entries["absmax"].dtype.itemsize, "quant_map": 16 * 4}
     if nested:
         sizes |= {"nested_absmax": -(-blocks // state.nested_block) * 4, "nested_quant_map": 256 * 4}
     wrong = [part for part, size in sizes.items() if entries[part].nbytes != size]

@@ -6,8 +6,9 @@
 
 For 4 bits, the first half of the groups is packed into high nibbles and the second half into low ones; for 2 bits, four
 quarters; for 3 bits, ten codes in 30 bits of an int32, tenths of the groups from the highest bits down.
-``view_as_float``: the same bytes as floats. HQQ does not write quantized scales to safetensors. qcore's float zero
-point is ``(h - zero) * scale``, h the centre of the codes, in float32: exact up to the rounding of that product.
+``view_as_float``: the same bytes as floats. Groups may cross rows. HQQ does not write quantized scales to safetensors.
+qcore's float zero point is ``(h - zero) * scale``, h the centre of the codes, in float32: exact up to the rounding of
+that product.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...formats import FLOAT_SCALES, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import Entry
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, int_format, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, int_format, plan_layers, within_rows
 from .packing import plain_int4, signed
 
 _CODES = {2: 4, 3: 10, 4: 2, 8: 1}
@@ -57,20 +58,20 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     names = {part: f"{layer}.{part}" for part in ("W_q", "scale", "zero")}
     entries = {part: source.entries[name] for part, name in names.items()}
     groups = math.prod(entries["scale"].shape)
-    if groups < n or groups % n or k % (groups // n):
-        raise LayerRefused(f"{groups} scales do not split a weight {(n, k)} into groups within rows")
-    per_row = groups // n
-    size = k // per_row
+    if not groups or n * k % groups:
+        raise LayerRefused(f"{groups} scales do not split a weight {(n, k)} into groups")
+    size = n * k // groups
+    group = math.gcd(size, k)
     word = torch.int32 if bits == 3 else torch.uint8
     rows = -(-groups // _CODES[bits])
     _check(entries, groups, rows * size, word)
-    format = int_format(8 if bits == 8 else 4, size if per_row > 1 else None, ZeroPoint.FLOAT)
+    format = int_format(8 if bits == 8 else 4, group if group < k else None, ZeroPoint.FLOAT)
     centre = 1 << (bits - 1)
 
     def build(read: Read) -> QTensor:
         words = read(names["W_q"]).flatten().view(word).view(rows, size)
         codes = _unpack(words, bits, groups).reshape(n, k)
-        scale, zero = (read(names[part]).float().reshape(n, per_row).t() for part in ("scale", "zero"))
+        scale, zero = (within_rows(read(names[part]).float().flatten(), size, (n, k)) for part in ("scale", "zero"))
         data = signed(codes, 8) if bits == 8 else plain_int4(codes + (8 - centre))
         return QTensor(data, scale, (centre - zero) * scale, (n, k), format)
 

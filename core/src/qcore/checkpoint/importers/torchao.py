@@ -4,7 +4,7 @@
 
 - ``Int8Tensor``: int8 (N, K), scale (N, 1), (N, G) or (1, 1), zero points int8 or none: ``W = (q - z) * s``; calibrated
   activations have ``._weight_act_quant_scale`` and usually ``._weight_act_quant_zero_point``;
-- ``IntxUnpackedToInt8Tensor``: codes of 2 to 8 bits in int8, otherwise the same;
+- ``IntxUnpackedToInt8Tensor``: codes of 1 to 8 bits in int8, otherwise the same;
 - ``Float8Tensor``: e4m3fn or e5m2 (N, K), scale (N, 1), (1, 1) or in groups or blocks;
 - ``Int4Tensor``: int8 (N, K / 2), two's complement nibbles, the low one first, scale and zero point (G, N),
   ``W = q * s + z``: the bytes of PLAIN. Its quantizer needs a GPU, so this was derived from torchao's source code.
@@ -44,6 +44,10 @@ _MOST_TEXT = 1 << 16
 _PARTS = ("qdata", "scale", "zero_point", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
 _FLOAT8 = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 _PLAIN_TYPES = ("Tensor", "Parameter")
+_UNDESCRIBED = (
+    "its file's metadata does not describe it: the file was rewritten without it, or describes it by the name that "
+    "transformers gives it, so that it can only be loaded into the model"
+)
 
 
 class TorchAO:
@@ -63,7 +67,7 @@ class TorchAO:
         for layer, attribute in map(_stored_weight, source.entries):
             name = f"{layer}.{attribute}".lstrip(".")
             if attribute and name not in known:
-                plan.refused[name] = "its file's metadata does not describe it: the file was rewritten without it"
+                plan.refused[name] = _UNDESCRIBED
         return plan
 
 
@@ -212,7 +216,7 @@ def _bits(data: dict[str, Any]) -> int:
     text = target.get("_data") if isinstance(target, dict) else None
     if text is None:
         return 8
-    if not isinstance(text, str) or text not in {f"int{bits}" for bits in range(2, 9)}:
+    if not isinstance(text, str) or text not in {f"int{bits}" for bits in range(1, 9)}:
         raise LayerRefused(f"its target_dtype is {quoted(text)}")
     return 4 if int(text[3:]) <= 4 else 8
 
@@ -271,6 +275,10 @@ def _note(data: dict[str, Any], scheme: Scheme) -> str:
     act = _kwargs(data)
     if act is None:
         return ""
+    if any(act.get(bound) is not None for bound in ("hp_value_lb", "hp_value_ub")):
+        return "its activations are not clipped; torchao clips them (hp_value_lb, hp_value_ub)"
+    if isinstance(told := act.get("float8_dtype"), dict) and told.get("_data") != "float8_e4m3fn":
+        return f"its activations are quantized to float8_e4m3fn; torchao uses {quoted(told.get('_data'))}"
     if act.get("reduce_range") is True:
         return "its activations are quantized to 8 bits; torchao uses 7 of them (reduce_range)"
     if _granularity(act) == "PerTensor" and not isinstance(scheme.activation, StaticInt8):
