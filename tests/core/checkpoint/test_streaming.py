@@ -65,6 +65,25 @@ def test_convolutions(tmp_path):
     assert {r.name: r.shape for r in rows if r.action == "quantized"}["first.weight"] == (8, 3, 3, 3)
 
 
+def test_routers_of_experts_stay_float(tmp_path):
+    """As in `quantize_`, for which they are no linear layers; ``gate_proj`` is one."""
+    names = ["a.experts.0.up.weight", "a.gate.weight", "a.gate_proj.weight", "b.gate.weight", "c.router.layer.weight"]
+    state = {name: torch.randn(8, 32) for name in [*names, "c.experts.down.weight", "a.shared_expert_gate.weight"]}
+    save(state, tmp_path / "in.safetensors")
+
+    def floats(scheme, **options):
+        rows = quantize_checkpoint(tmp_path / "in.safetensors", tmp_path / "out.safetensors", scheme, **options)
+        (tmp_path / "out.safetensors").unlink()
+        return {row.name for row in rows if row.action != "quantized"}
+
+    assert floats("w8a16") == {"a.gate.weight", "c.router.layer.weight"}
+    assert floats({"a.gate": "w8a16", "*": "w4a16-g32"}) == {"c.router.layer.weight"}
+    assert floats("w8a16", include=["c.router.layer", "a.gate"]) == state.keys() - {
+        "a.gate.weight",
+        "c.router.layer.weight",
+    }
+
+
 def test_files_rows_and_progress(source, tmp_path):
     seen = []
     rows = quantize_checkpoint(

@@ -38,6 +38,7 @@ from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_
 
 COPIED = "copied"
 
+_EXPERTS, _ROUTERS = ".experts.", ("gate", "router")
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
@@ -77,9 +78,9 @@ def quantize_checkpoint(
     """Quantize a float safetensors file or sharded directory into another one, one tensor in memory at a time.
 
     Every floating-point ``*.weight`` with two dimensions (linear layers, embeddings, ``lm_head``) or four
-    (convolutions) is quantized. Biases, norms and all other tensors are copied, and so are the other files of the
-    directory (configuration, tokenizer). The classes of the model's layers are unknown here: `load_` dequantizes
-    weights that no layer can use quantized.
+    (convolutions) is quantized, but for routers of experts that no pattern except ``*`` names. Biases, norms and all
+    other tensors are copied, and so are the other files of the directory (configuration, tokenizer). The classes of the
+    model's layers are unknown here: `load_` dequantizes weights that no layer can use quantized.
 
     **Arguments:**
 
@@ -103,6 +104,7 @@ def quantize_checkpoint(
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         _check_float(archive)
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
+        plan.take_routers(archive.entries)
         run = _QuantizeRun(archive, plan, tell)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
@@ -142,6 +144,7 @@ class _CheckpointPlan:
         mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         self.rules = [(pattern, _parse_scheme(value)) for pattern, value in mapping.items()]
         self.include, self.exclude, self.dtype = include, exclude, dtype
+        self.routers: tuple[str, ...] = ()
         if dtype is not None and dtype not in FLOAT_SCALES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
 
@@ -155,11 +158,18 @@ class _CheckpointPlan:
             return Skipped(EXCLUDED, f"matches exclude pattern {pattern!r}")
         if self.include is not None and not any(_any_matches(names, p) for p in self.include):
             return Skipped(EXCLUDED, "matches no include pattern")
-        scheme = next((s for pattern, s in self.rules if _any_matches(names, pattern)), None)
+        pattern, scheme = next(((p, s) for p, s in self.rules if _any_matches(names, p)), (None, None))
         if scheme is None:
             return Skipped(EXCLUDED, "matches no pattern of the scheme mapping")
+        if self.include is None and pattern == "*" and entry.name.startswith(self.routers):
+            return Skipped(EXCLUDED, "it routes tokens to experts, and to others if it is quantized")
         reason = _why_refused(entry)
         return Skipped(REFUSED, reason) if reason else scheme
+
+    def take_routers(self, names: Iterable[str]) -> None:
+        """Find out which tensors belong to routers: those that stand beside experts."""
+        blocks = {name.partition(_EXPERTS)[0] for name in names if _EXPERTS in name}
+        self.routers = tuple(f"{block}.{router}." for block in sorted(blocks) for router in _ROUTERS)
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
         """Warn about patterns that match no tensor, which are most likely typos."""
