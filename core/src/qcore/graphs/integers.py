@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .integer_rules import Limits, has_symbols, pass_as_tensors, symbols_of, value_of
+from .copying import value_of
+from .integer_rules import ANY, Limits, has_symbols, pass_as_tensors, symbols_of
 
 
 class Integers(NamedTuple):
@@ -28,6 +29,11 @@ class Integers(NamedTuple):
     module: fx.GraphModule
     devices: Sequence[torch.device]
     limits: Sequence[Limits]
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether the program may copy parts of arguments where the recorded graph has views of them."""
+        return any(one != ANY for one in self.limits)
 
     def of(self, values: Sequence[Any]) -> tuple[Sequence[int | None], list[Tensor]] | None:
         """The results that are integers, and int64 tensors without dimensions: further arguments of the program.
