@@ -78,9 +78,9 @@ def _has_changed(node: fx.Node) -> bool:
 def _written(node: fx.Node) -> Sequence[fx.Node]:
     """The arguments that a call may write to. Not all change a version: ``torch._foreach_add_``, running averages."""
     name, target = name_of(node), node.target
-    overloads: Any = [target] if isinstance(target, torch._ops.OpOverload) else []  # noqa: SLF001 - has no public name
+    overloads: Any = [target] if isinstance(target, torch._ops.OpOverload) else []  # noqa: SLF001 - no public name
     if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001
-        overloads = [getattr(target, one) for one in target.overloads()]
+        overloads = [getattr(target, one) for one in target._overload_names]  # noqa: SLF001
     if (
         any(one._schema.is_mutable for one in overloads)  # noqa: SLF001
         or isinstance(target, torch._ops.HigherOrderOperator)  # noqa: SLF001 - what its graphs do is not looked at

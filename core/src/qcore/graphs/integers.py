@@ -3,7 +3,9 @@
 Dynamo passes such an integer (a position, the tokens that a cache has counted) to the graph as a number. A program is
 compiled for one number, so that a decoder would be compiled anew for each token. In the place of a number that only
 enters the elements of tensors (``positions + count``, ``torch.arange(count, count + 1)``, ``table[count : count + 1]``)
-the program takes a tensor without dimensions, which each call makes of it. What is left are sizes.
+the program takes a tensor without dimensions, which each call makes of it. What is left are sizes, and what torch has
+other results for: parts of what is written or returned (a copy is no view), or whose memory is turned, numbers beside
+tensors of narrow dtypes, and indices of more than one item beside full slices.
 """
 
 from __future__ import annotations
