@@ -47,7 +47,7 @@ def in_place(x, i, n):
 def reads(x, i, n):
     table = x.sum() + TABLE
     parts = table[n : n + 2], table[:, :, n - 1 : n + 1], table[..., None, n : n + 1], table[:, None, :, n - 2 : n]
-    return *parts, table.narrow(2, n, 2), table.select(0, n), table[n]
+    return [part * 2 for part in (*parts, table.narrow(2, n, 2), table.select(0, n), table[n])]
 
 
 def writes(x, i, n):
@@ -135,6 +135,157 @@ def test_dtypes_that_a_tensor_would_change(dtype):
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
         assert mine.dtype == theirs.dtype
+
+
+def own_views(x, i, n):
+    return x[:, n : n + 1], x.select(0, 0 * n), x.narrow(1, n, 2)[None]
+
+
+@torch.no_grad()
+def test_parts_that_are_returned_are_views():
+    compiled, x = TorchParts().compiled(own_views), torch.randn(2, 9)
+    for n in (2, 3, 4):
+        for mine, theirs in zip(compiled(x, INTEGERS, n), own_views(x, INTEGERS, n), strict=True):
+            assert mine.data_ptr() == theirs.data_ptr()
+            assert mine.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("function", [
+    lambda y: y.__imul__(3), lambda y: torch._foreach_add_([y], 1), lambda y: nn.functional.relu(y, True),
+    lambda y: nn.functional.batch_norm(torch.arange(27.0).view(3, 9), y[0], y[1].abs(), training=True),
+    lambda y: [one.zero_() for one in y.unbind()], lambda y: y.data.view(-1)[3:].add_(1),
+    lambda y: torch.utils.checkpoint.checkpoint(lambda z: z.add_(1) * 2, y, use_reentrant=False),
+    lambda y: torch.add(y, 1, out=y), lambda y: torch.ops.aten.add_(y, 1),
+    lambda y: y.as_strided((2,), (1,), 3).zero_(),
+])  # fmt: skip
+def test_whatever_writes_is_seen(function):
+    def reading(x, i, n):
+        y = x * 2
+        part = y[:, n : n + 1]
+        function(y)
+        return part * 1, y
+
+    found, expected = outputs_of(reading, (2, 3, 4), TorchParts())
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_bits_are_written_in_place_as_well():
+    def reading(x, i, n):
+        y = x > 0
+        part = y[:, n : n + 1]
+        y |= i > n
+        return (part.clone(),)
+
+    found, expected = outputs_of(reading, (2, 3, 4), TorchParts())
+    assert all(map(torch.equal, found, expected))
+
+
+@torch.no_grad()
+def test_arguments_that_overlap_in_a_later_call():
+    def function(a, b, n):
+        part = a[n : n + 1]
+        b.add_(1)
+        return part * 2
+
+    compiled, memory = TorchParts().compiled(function), torch.randn(90)
+    for n in (2, 3, 4):
+        compiled(torch.randn(9, 9), torch.randn(9, 9), n)
+    a, b = memory[:81].view(9, 9), memory[9:].view(9, 9)
+    other = memory.clone()
+    with pytest.warns(qcore.QcoreWarning, match="share memory"):
+        found = compiled(a, b, 5)
+    assert torch.equal(found, function(other[:81].view(9, 9), other[9:].view(9, 9), 5))
+    assert torch.equal(memory, other)
+
+
+def test_numbers_that_come_first():
+    def function(x, i, n):
+        total = n
+        total += i[0, 3]
+        scaled = n
+        scaled *= x
+        return n / x, n / i[:, 1:], total, scaled, n + i
+
+    backend = TorchParts()
+    found, expected = outputs_of(function, (2, 3, 7, 11), backend)
+    assert all(map(torch.equal, found, expected))
+    assert len(backend.parts) == 2
+
+
+def test_arguments_by_name_and_tensors_without_dimensions():
+    def function(x, i, n):
+        low = i.to(torch.int32)
+        made = torch.full(size=(2, 1), fill_value=n), torch.full((), n, dtype=torch.int32), low.new_full((), n)
+        return *made, torch.full((3,), fill_value=n, dtype=torch.float32), torch.tensor(data=1) + i
+
+    backend = TorchParts()
+    found, expected = outputs_of(function, (2, 3, 4), backend)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+    assert len(backend.parts) == 2
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:torch_parts. this call runs in torch:qcore.QcoreWarning")
+def test_numbers_that_a_dtype_does_not_hold():
+    compiled = TorchParts().compiled(lambda n: torch.full((2,), n, dtype=torch.int32) + 0)
+    for n in (2, 3, 2**31 - 1):
+        assert compiled(n).tolist() == [n, n]
+    with pytest.raises(RuntimeError, match="overflow"):
+        compiled(2**31)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_dtypes_that_no_index_selects(dtype):
+    def function(x, i, n):
+        y = x.abs().to(dtype).T.contiguous()
+        y[n : n + 1] = y[0]
+        y[n + 1] = y[1, None]
+        return (y.to(torch.complex64),)
+
+    found, expected = outputs_of(function, (2, 3, 4), TorchParts())
+    assert all(map(torch.equal, found, expected))
+
+
+def test_memory_that_is_turned_keeps_its_order():
+    def function(x, i, n):
+        y = x.T.contiguous().T.clone()
+        y[:, n] = 1.0
+        return x.T[n : n + 2] * 2, (x.T[n : n + 2] * 2).T.view(-1), 2 / y, y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", qcore.QcoreWarning)
+        found, expected = outputs_of(function, (2, 3, 4), TorchParts())
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.stride() == theirs.stride()
+
+
+@pytest.mark.filterwarnings("ignore:.*this graph computes gradients within:qcore.QcoreWarning")
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_numbers_within_transforms(transform):
+    def function(x, i, n):
+        def inner(row):
+            return (row[..., n : n + 2] * n + row.select(-1, n)[..., None]).sum()
+
+        return (transform(inner)(x),)
+
+    found, expected = outputs_of(function, (2, 3, 4), TorchParts())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@torch.compiler.allow_in_graph
+def add(x, n):
+    return torch.zeros(n) + x.sum()
+
+
+def test_functions_with_the_names_of_ops():
+    found, expected = outputs_of(lambda x, i, n: (add(x, n), i + n), (2, 3, 4), TorchParts())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_sizes_stay_constants():

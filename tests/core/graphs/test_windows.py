@@ -70,6 +70,38 @@ def test_writes_that_add_and_indices_of_arguments():
     assert names_of(others, X, torch.randn(3, 1, 5), torch.tensor([-1])).count("index_put") == 3
 
 
+@pytest.mark.parametrize("index", [
+    lambda: torch.full((1,), 3), lambda: torch.arange(3, 4), lambda: torch.tensor([2]) + 1,
+    lambda: torch.tensor([[-1]]),
+])  # fmt: skip
+def test_indices_that_the_graph_computes_of_constants(index):
+    def function(x, new):
+        y = x.roll(-1, 1)
+        y[:, index()] = new
+        return (y,)
+
+    assert "index_put" not in names_of(function, X, torch.randn(5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("place", "dtype"), [(4, torch.float32), (-5, torch.float32), (3, torch.float64)])
+def test_writes_that_torch_refuses(place, dtype):
+    """Out of range, or of another dtype."""
+    for call in (slid, TorchParts().compiled(slid)):
+        with pytest.raises((IndexError, RuntimeError)):
+            call(X, torch.randn(5, dtype=dtype), place)
+
+
+def test_rolls_have_the_strides_of_torch():
+    def rolls(x):
+        return x.roll(4, 1), x.roll((1, -3), (0, 0)), x.roll(5, 2), x.roll((3, 2), (0, 1)), x.roll(60)
+
+    for x in (X, X.transpose(0, 1), X.transpose(1, 2), X[None].contiguous(memory_format=torch.channels_last)):
+        found = TorchParts().compiled(rolls)(x)
+        assert [one.stride() for one in found] == [one.stride() for one in rolls(x)]
+        assert all(map(torch.equal, found, rolls(x)))
+
+
 class Window(nn.Module):
     def __init__(self):
         super().__init__()

@@ -36,6 +36,7 @@ GRADIENTS = (
 )
 _MANY = 16
 """For how many values of its numbers a graph is compiled before a warning says so."""
+COPIES = "its arguments share memory with what it writes, and integers are indices of parts that it would copy"
 INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
 
 
@@ -121,6 +122,7 @@ class Captured:
         report = Report(self._backend.name, tuple(number for number in numbers if type(number) is int))
         self._record.reports.append(report)
         why = self._why_not or _why_not(values, self._backend) or (overlaps.MANY if overlap is overlaps.OTHERS else "")
+        why = why or (COPIES if overlap and self._integers is not None and self._integers.takes_copies else "")
         if why:
             return self._refuse(report, why)
         try:
@@ -140,7 +142,7 @@ class Captured:
         return self._in_torch()
 
     def _refuse_call(self, values: Sequence[Any]) -> Any:
-        why = "an integer is an index out of range, or from the other end than before"
+        why = "an integer is an index out of range, or from the other end than before, or more than its dtype holds"
         warnings.warn(f"{self._backend.name}: this call runs in torch: {why}.", QcoreWarning, stacklevel=4)
         return self._in_torch()(*values)
 

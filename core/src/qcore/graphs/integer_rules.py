@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .copying import IN_PLACE, is_in_order, may_be_copy, memory_of, name_of, value_of, written_in
+
 
 class Passed(NamedTuple):
     """**Fields:** ``number``: a node of the graph that is an integer; ``device``: of the tensor in its place."""
@@ -29,7 +31,7 @@ def pass_as_tensors(graph: fx.Graph, numbers: Iterable[fx.Node]) -> dict[Passed,
     """
     passing = _Passing(graph, numbers)
     for node in list(graph.nodes):
-        rule = _RULES.get(_name(node))
+        rule = _rule_of(node)
         if rule is not None and passing.reads(node):
             with graph.inserting_before(node):
                 rule(passing, node)
@@ -37,11 +39,6 @@ def pass_as_tensors(graph: fx.Graph, numbers: Iterable[fx.Node]) -> dict[Passed,
 
 
 ANY: Limits = (torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max)
-
-
-def value_of(node: Any) -> Any:
-    """What Dynamo has recorded of a node; None if it is none."""
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
 def symbols_of(value: Any) -> set[Any]:
@@ -97,16 +94,22 @@ class _Passing:
     def limit(self, x: Any, dim: int, place: _Taken) -> bool:
         """Note what values of ``place`` are indices into ``x`` as in this call: of the same sign, and in range.
 
-        Returns False if those of this call are not.
+        Returns False if those of this call are not, or if ``x`` is no tensor of a known shape that takes indices.
         """
-        start, size = value_of(place.start).node, int(value_of(x).shape[dim])
-        if not start.has_hint():
+        value, start = value_of(x), value_of(place.start).node
+        if memory_of(value) is None or value.dtype not in _INDEXED or any(map(symbols_of, value.shape)):
             return False
+        size = int(value.shape[dim])
         low, high = (0, size - place.length) if start.hint >= 0 else (-size, -place.length - place.is_slice)
-        known = self.limits.get(place.start, ANY)
-        if low <= start.hint <= high:
-            self.limits[place.start] = max(low, known[0]), min(high, known[1])
-        return bool(low <= start.hint <= high)
+        return self.bound(place.start, low, high)
+
+    def bound(self, number: Any, low: int, high: int) -> bool:
+        """Let calls run in torch if ``number`` is not from ``low`` to ``high``. Returns False if this one would."""
+        start, known = value_of(number).node, self.limits.get(number, ANY)
+        if not start.has_hint() or not low <= start.hint <= high:
+            return False
+        self.limits[number] = max(low, known[0]), min(high, known[1])
+        return True
 
     def indices(self, x: Any, dim: int, place: _Taken) -> fx.Node:
         """The indices of a dimension of ``x``, shape (length), after `limit`."""
@@ -116,11 +119,11 @@ class _Passing:
         offsets = self.graph.call_function(torch.arange, form, {"device": device})
         return self.graph.call_function(torch.add, (offsets, self.tensor(place.start, device)))
 
-    def is_lasting(self, x: Any) -> bool:
-        """Whether a copy of a part of ``x`` does for a view: nothing writes to its memory, and its sizes are known."""
+    def may_be_copy(self, node: fx.Node) -> bool:
+        """Whether a copy of a part does for the view that ``node`` takes."""
         if self._written is None:
-            self._written = {_memory(value_of(one)) for node in self.graph.nodes for one in _written(node)}
-        return not symbols_of(value_of(x)) and _memory(value_of(x)) not in self._written
+            self._written = written_in(self.graph)
+        return may_be_copy(node, self._written)
 
     def replace(self, node: fx.Node, new: fx.Node) -> None:
         """Put ``new`` in the place of ``node``."""
@@ -129,30 +132,11 @@ class _Passing:
         self.graph.erase_node(node)
 
 
-def _memory(value: Any) -> int:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return -1
-    return int(value.untyped_storage()._cdata)  # noqa: SLF001 - its identity
-
-
-def _name(node: fx.Node) -> str:
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-
-
-def _written(node: fx.Node) -> Sequence[Any]:
-    """The arguments that a call may write to."""
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - has no public name
-        return node.all_input_nodes if node.target._schema.is_mutable else ()  # noqa: SLF001
-    name = _name(node)
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return node.all_input_nodes
-    return node.args[:1] if in_place else ()
-
-
-_IN_PLACE = frozenset(("setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))))
+_INDEXED = frozenset((
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+))  # fmt: skip
+"""Dtypes that torch selects and copies by an index."""
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 """Dtypes of tensors for which a number and a tensor of int64 give the same: in others they are rounded differently."""
 
@@ -166,15 +150,25 @@ def _takes(one: Any) -> bool:
 
 
 def _elementwise(passing: _Passing, node: fx.Node) -> None:
-    first = 1 if _name(node) == "where" else 0
+    first = 1 if name_of(node) == "where" else 0
     operands, result = node.args[first:], value_of(node)
     if not isinstance(result, Tensor) or node.kwargs or not all(map(_takes, operands)):
         return
     if first == 0 and not any(isinstance(value_of(one), Tensor) for one in operands):
         return
+    if passing.is_number(node.args[0]):
+        _take_first(passing, node)
     for i, one in enumerate(node.args):
         if i >= first and passing.is_number(one):
             node.update_arg(i, passing.tensor(one, result.device))
+
+
+def _take_first(passing: _Passing, node: fx.Node) -> None:
+    """Let ``number / x`` compute what torch does, ``reciprocal(x) * number``; ``number += x`` writes to nothing."""
+    name = name_of(node).removeprefix("i") if name_of(node) in IN_PLACE else name_of(node)
+    if name == "truediv":
+        node.args = (passing.graph.call_function(torch.reciprocal, node.args[1:]), node.args[0])
+    node.target = operator.mul if name == "truediv" else getattr(operator, name, node.target)
 
 
 def _arange(passing: _Passing, node: fx.Node) -> None:
@@ -188,19 +182,29 @@ def _arange(passing: _Passing, node: fx.Node) -> None:
 
 def _filled(passing: _Passing, node: fx.Node) -> None:
     """``torch.full(size, number)`` and ``x.new_full(size, number)``."""
-    result, number = value_of(node), node.args[-1]
-    if not passing.is_number(number) or symbols_of(result) or result.dtype not in _EXACT:
+    result, number = value_of(node), node.kwargs.get("fill_value", (None, *node.args)[-1])
+    if not passing.is_number(number) or symbols_of(result) or not _fits(passing, result, [number]):
         return
-    form = {"dtype": result.dtype, "device": result.device}
-    zeros = passing.graph.call_function(torch.zeros, (tuple(result.shape),), form)
-    passing.replace(node, passing.graph.call_function(torch.add, (zeros, passing.tensor(number, result.device))))
+    graph, form = passing.graph, {"dtype": result.dtype, "device": result.device}
+    zeros = graph.call_function(torch.zeros, (tuple(result.shape),), form)
+    filling = graph.call_method("to", (passing.tensor(number, result.device), result.dtype))
+    passing.replace(node, graph.call_function(torch.add, (zeros, filling)))
+
+
+def _fits(passing: _Passing, result: Any, ones: Iterable[Any]) -> bool:
+    """Whether numbers are elements of ``result``; torch raises errors for others that int32 does not hold."""
+    low, high = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    numbers = [one for one in ones if passing.is_number(one)]
+    return result.dtype in _EXACT and (
+        result.dtype is not torch.int32 or all(passing.bound(one, low, high) for one in numbers)
+    )
 
 
 def _made(passing: _Passing, node: fx.Node) -> None:
     """``torch.tensor(number)`` and of a list of such, `torch.as_tensor`, `torch.scalar_tensor`."""
-    result, given = value_of(node), node.args[0]
+    result, given = value_of(node), (*node.args, None)[0]
     ones = given if isinstance(given, (list, tuple)) else [given]
-    if result.dtype not in _EXACT or not all(isinstance(one, int) or passing.is_number(one) for one in ones):
+    if not all(isinstance(one, int) or passing.is_number(one) for one in ones) or not _fits(passing, result, ones):
         return
     graph, form = passing.graph, {"dtype": torch.int64, "device": result.device}
     known = partial(graph.call_function, torch.full, kwargs=form)
@@ -211,7 +215,7 @@ def _made(passing: _Passing, node: fx.Node) -> None:
 
 def _narrow(passing: _Passing, node: fx.Node) -> None:
     x, dim, start, length = node.args if len(node.args) == 4 else (None, None, None, None)
-    if passing.is_number(start) and isinstance(dim, int) and isinstance(length, int) and passing.is_lasting(x):
+    if passing.is_number(start) and isinstance(dim, int) and isinstance(length, int) and passing.may_be_copy(node):
         taken = _Taken(start, length, is_slice=False)  # type: ignore[arg-type]
         if passing.limit(x, dim, taken):
             passing.replace(node, _selected(passing, x, dim, taken))
@@ -219,7 +223,7 @@ def _narrow(passing: _Passing, node: fx.Node) -> None:
 
 def _select(passing: _Passing, node: fx.Node) -> None:
     x, dim, at = node.args if len(node.args) == 3 else (None, None, None)
-    if passing.is_number(at) and isinstance(dim, int) and passing.is_lasting(x):
+    if passing.is_number(at) and isinstance(dim, int) and passing.may_be_copy(node):
         taken = _Taken(at, 1, is_slice=False)  # type: ignore[arg-type]
         if passing.limit(x, dim, taken):
             passing.replace(node, passing.graph.call_function(torch.squeeze, (_selected(passing, x, dim, taken), dim)))
@@ -240,7 +244,7 @@ class _Place(NamedTuple):
 def _place(passing: _Passing, x: Any, index: Any) -> _Place | None:
     """The only item of an index that has a number; None if there are several, or others than slices and None."""
     value, items = value_of(x), index if isinstance(index, tuple) else (index,)
-    if not isinstance(value, Tensor) or symbols_of(value):
+    if not isinstance(value, Tensor):
         return None
     found: list[_Place] = []
     dim, kept = 0, sum(item is not None and item is not Ellipsis for item in items)
@@ -272,7 +276,7 @@ def _taken(passing: _Passing, item: Any) -> _Taken | None:
 
 def _read(passing: _Passing, node: fx.Node) -> None:
     x, index = node.args
-    if isinstance(value_of(x), Tensor) and passing.is_lasting(x):
+    if isinstance(value_of(x), Tensor) and passing.may_be_copy(node):
         place = _place(passing, x, index)
         if place is not None:
             items: list[Any] = [*index] if isinstance(index, tuple) else [index]
@@ -284,7 +288,7 @@ def _read(passing: _Passing, node: fx.Node) -> None:
 def _write(passing: _Passing, node: fx.Node) -> None:
     x, index, new = node.args
     target, value = value_of(x), value_of(new)
-    if isinstance(index, tuple) and any(item is None for item in index):
+    if (isinstance(index, tuple) and any(item is None for item in index)) or not is_in_order(target):
         return
     if isinstance(value, Tensor):
         if symbols_of(value) or value.device != target.device:
@@ -297,6 +301,8 @@ def _write(passing: _Passing, node: fx.Node) -> None:
     graph, dim, is_slice = passing.graph, place.dim, place.taken.is_slice
     shape = [*target.shape[:dim], *([place.taken.length] if is_slice else []), *target.shape[dim + 1 :]]
     if isinstance(value, Tensor):
+        more = value.dim() - len(shape)  # of one element each
+        new = graph.call_method("squeeze", (new, tuple(range(more)))) if more > 0 else new
         full = graph.call_method("expand", (graph.call_method("to", (new, target.dtype)), shape))
     else:
         full = graph.call_function(torch.full, (shape, new), {"dtype": target.dtype, "device": target.device})
@@ -305,10 +311,16 @@ def _write(passing: _Passing, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _rule_of(node: fx.Node) -> _Rule | None:
+    name = name_of(node)
+    own = any(node.target == getattr(module, name, None) for module in (operator, torch, torch._refs))  # noqa: SLF001
+    return _RULES.get(name) if own or node.op == "call_method" else None  # what users call "add" may need a number
+
+
 _Rule = Callable[[_Passing, fx.Node], None]
 _NAMES: Sequence[str] = ("add", "sub", "mul", "truediv", "floordiv", "mod", "eq", "ne", "lt", "le", "gt", "ge")
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys((*_NAMES, *_IN_PLACE - {"setitem", "ipow"}, "where"), _elementwise),
+    **dict.fromkeys((*_NAMES, *(f"i{one}" for one in _NAMES[:6]), "where"), _elementwise),
     **dict.fromkeys(("div", "true_divide", "floor_divide", "remainder", "add_", "sub_", "mul_"), _elementwise),
     "arange": _arange,
     **dict.fromkeys(("full", "new_full"), _filled),

@@ -3,7 +3,9 @@
 Dynamo passes such an integer (a position, the tokens that a cache has counted) to the graph as a number. A program is
 compiled for one number, so that a decoder would be compiled anew for each token. In the place of a number that only
 enters the elements of tensors (``positions + count``, ``torch.arange(count, count + 1)``, ``table[count : count + 1]``)
-the program takes a tensor without dimensions, which each call makes of it. What is left are sizes.
+the program takes a tensor without dimensions, which each call makes of it. What is left are sizes, and what torch has
+other results for: parts of what is written or returned (a copy is no view), or whose memory is turned, numbers beside
+tensors of narrow dtypes, and indices of more than one item beside full slices.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .integer_rules import Limits, has_symbols, pass_as_tensors, symbols_of, value_of
+from .copying import value_of
+from .integer_rules import ANY, Limits, has_symbols, pass_as_tensors, symbols_of
 
 
 class Integers(NamedTuple):
@@ -28,6 +31,11 @@ class Integers(NamedTuple):
     module: fx.GraphModule
     devices: Sequence[torch.device]
     limits: Sequence[Limits]
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether the program may copy parts of arguments where the recorded graph has views of them."""
+        return any(one != ANY for one in self.limits)
 
     def of(self, values: Sequence[Any]) -> tuple[Sequence[int | None], list[Tensor]] | None:
         """The results that are integers, and int64 tensors without dimensions: further arguments of the program.

@@ -97,7 +97,8 @@ def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tenso
     for shift, dim in zip(shifts, dims, strict=True):
         size = x.shape[dim]
         first = -shift % size if size else 0
-        x = torch.cat((x.narrow(dim, first, size - first), x.narrow(dim, 0, first)), dim) if first else x.clone()
+        parts = x.narrow(dim, first, size - first), x.narrow(dim, 0, first)
+        x = torch.cat(parts, dim) if first else x.clone(memory_format=torch.contiguous_format)
     return x
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .folding import constant_value, is_constant
 from .ops import base_name
@@ -40,9 +41,12 @@ def _replace(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) 
     if index.meta["val"].dtype not in {torch.int64, torch.int32} or index.meta["val"].numel() != 1:
         return
     parts = _parts(joined, dim)
-    if not is_constant(index) or parts is None or new.meta["val"].device != like.device:
+    form = new.meta["val"].device, new.meta["val"].dtype
+    if not is_constant(index) or parts is None or form != (like.device, like.dtype):
         return
-    place = int(constant_value(module, index, values)) % like.shape[dim]
+    with _disable_current_modes(), torch.no_grad():  # torch calls this while it traces with tensors without values
+        place = int(constant_value(module, index, values))
+    place += like.shape[dim] if place < 0 else 0
     found = next((i for i, (start, one) in enumerate(parts) if (start, one.meta["val"].shape[dim]) == (place, 1)), None)
     if found is None:
         return
