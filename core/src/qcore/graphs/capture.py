@@ -148,10 +148,11 @@ class Captured:
 
     def _in_torch(self) -> Callable[..., Any]:
         """The graph as Dynamo has recorded it, which ignores further arguments."""
-        count = len(self._module.graph.find_nodes(op="placeholder"))
+        module = self._module  # and not self, which holds this: a cycle would keep reports of graphs that are gone
+        count = len(module.graph.find_nodes(op="placeholder"))
 
         def run(*values: Any) -> Any:
-            return self._module.forward(*values[:count])
+            return module.forward(*values[:count])
 
         return states.synchronized(run) if self._backend.defers_writes else run
 
