@@ -97,8 +97,10 @@ def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tenso
     for shift, dim in zip(shifts, dims, strict=True):
         size = x.shape[dim]
         first = -shift % size if size else 0
-        parts = x.narrow(dim, first, size - first), x.narrow(dim, 0, first)
-        x = torch.cat(parts, dim) if first else x.clone(memory_format=torch.contiguous_format)
+        if first:
+            x = torch.cat((x.narrow(dim, first, size - first), x.narrow(dim, 0, first)), dim)
+        else:  # without a part that has no elements
+            x = x.clone(memory_format=torch.contiguous_format)
     return x
 
 
