@@ -19,7 +19,7 @@
 graph with dynamic sizes is decomposed and compiled anew for each set of sizes; a model that is called with many lengths
 should pad its inputs to a few (`bucket`), as decoders with a static cache do for prompts: only the model knows what
 padding means. Backends may keep programs on disk. A Python float that changes from call to call is a constant of its
-program, too: pass a tensor. A Python integer is passed as one where it is no size (`integers`): a position, or the
+program, too: pass a tensor. A Python integer is passed as one if it is not a size (`integers`): a position, or the
 tokens that a cache counts. A graph that is compiled for many values warns.
 
 **Replays** (`replaying`). Before each call Dynamo checks that the model is still what was captured; `make_replay`

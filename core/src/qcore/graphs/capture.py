@@ -34,10 +34,10 @@ GRADIENTS = (
     "graph backends run inference only, and this call needs gradients; call the model under torch.inference_mode() or "
     "torch.no_grad(), or compile it with another backend for training"
 )
+INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
+COPIES = "its arguments share memory with what it writes, and integers are indices of parts that it would copy"
 _MANY = 16
 """For how many values of its numbers a graph is compiled before a warning says so."""
-COPIES = "its arguments share memory with what it writes, and integers are indices of parts that it would copy"
-INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
 
 
 def torch_compile_backend(backend: GraphBackend) -> Callable[..., Callable[..., Any]]:
@@ -65,6 +65,7 @@ class Captured:
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._overlaps = overlaps.Overlaps(self._roles)
         self._lock = threading.Lock()
+        # The places of integers passed as tensors come last, and have no input.
         static = [value for value, role in zip(inputs, self._roles, strict=False) if role is not Role.FRESH]
         self._record = Record([], [weakref.ref(t) for t in static if isinstance(t, Tensor)])
         remember(self._record)

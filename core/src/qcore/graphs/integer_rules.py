@@ -22,6 +22,7 @@ class Passed(NamedTuple):
 
 Limits = tuple[int, int]
 """The least and the largest value of a number that is an index: others select otherwise, or are errors."""
+ANY: Limits = (torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max)
 
 
 def pass_as_tensors(graph: fx.Graph, numbers: Iterable[fx.Node]) -> dict[Passed, Limits]:
@@ -36,9 +37,6 @@ def pass_as_tensors(graph: fx.Graph, numbers: Iterable[fx.Node]) -> dict[Passed,
             with graph.inserting_before(node):
                 rule(passing, node)
     return {one: passing.limits.get(one.number, ANY) for one in passing.passed}
-
-
-ANY: Limits = (torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max)
 
 
 def symbols_of(value: Any) -> set[Any]:
@@ -176,8 +174,8 @@ def _arange(passing: _Passing, node: fx.Node) -> None:
     start, _end, step = (*node.args, 1)[:3] if len(node.args) in {2, 3} else (None, None, 0)
     if not passing.is_number(start) or step != 1 or symbols_of(result) or result.dtype not in _EXACT[:2]:
         return
-    zeros = passing.graph.call_function(torch.arange, (len(result),), kwargs)
-    passing.replace(node, passing.graph.call_function(torch.add, (zeros, passing.tensor(start, result.device))))
+    offsets = passing.graph.call_function(torch.arange, (len(result),), kwargs)
+    passing.replace(node, passing.graph.call_function(torch.add, (offsets, passing.tensor(start, result.device))))
 
 
 def _filled(passing: _Passing, node: fx.Node) -> None:
@@ -268,10 +266,9 @@ def _taken(passing: _Passing, item: Any) -> _Taken | None:
     if not isinstance(item, slice) or not passing.is_number(item.start) or item.step not in {None, 1}:
         return None
     start, stop = value_of(item.start), value_of(item.stop)
-    count = stop - start if isinstance(stop, torch.SymInt) else None
-    return (
-        None if count is None or symbols_of(count) or int(count) < 0 else _Taken(item.start, int(count), is_slice=True)
-    )
+    if not isinstance(stop, torch.SymInt) or symbols_of(stop - start) or int(stop - start) < 0:
+        return None
+    return _Taken(item.start, int(stop - start), is_slice=True)
 
 
 def _read(passing: _Passing, node: fx.Node) -> None:

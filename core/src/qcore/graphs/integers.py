@@ -1,4 +1,4 @@
-"""Python integers that change from call to call: passed to a program as tensors where they are no sizes.
+"""Python integers that change from call to call: passed to a program as tensors if they are not sizes.
 
 Dynamo passes such an integer (a position, the tokens that a cache has counted) to the graph as a number. A program is
 compiled for one number, so that a decoder would be compiled anew for each token. In the place of a number that only
@@ -56,6 +56,8 @@ def take_integers(module: fx.GraphModule) -> tuple[fx.GraphModule, Integers | No
     such integer: the graph itself, and None.
     """
     counted = _counted(module)
+    if not counted:
+        return module, None
     results: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     counts = [one if one in counted else None for one in results]
     copies: dict[fx.Node, Any] = {}
@@ -63,7 +65,9 @@ def take_integers(module: fx.GraphModule) -> tuple[fx.GraphModule, Integers | No
     rest.output(rest.graph_copy(module.graph, copies))
     rest.output_node().args = ([None if one in counted else copies.get(one, one) for one in results],)
     inner = {copies[one]: one for one in counted}
-    passed = pass_as_tensors(rest, [one for one in inner if has_symbols(one) and not _is_size(one, module)])
+    sizes = _sizes(module)  # for which there are programs anyway
+    changing = [one for one in inner if has_symbols(one) and not symbols_of(value_of(one)) <= sizes]
+    passed = pass_as_tensors(rest, changing)
     if not passed and not any(count is not None for count in counts):
         return module, None
     for node in reversed(rest.nodes):
@@ -97,12 +101,8 @@ def _apart(
     return fx.GraphModule(module, graph)
 
 
-def _is_size(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a number depends on nothing but sizes of arguments, for which there are programs anyway."""
-    return symbols_of(value_of(node)) <= _sizes(module)
-
-
 def _sizes(module: fx.GraphModule) -> set[Any]:
+    """The symbols of the sizes of arguments."""
     values = [value_of(place) for place in module.graph.find_nodes(op="placeholder")]
     return {symbol for value in values if isinstance(value, Tensor) for symbol in symbols_of(value)}
 

@@ -88,7 +88,7 @@ def choose(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             wide = _reshaped(module.graph, mask, (*mask.meta["val"].shape, *[1] * after))
             values = _reshaped(module.graph, values, shape)
-        _replace(module.graph, node, _aten.where.self, (wide, values, x))
+        replace_node(module.graph, node, _aten.where.self, (wide, values, x))
     module.recompile()
 
 
@@ -173,7 +173,8 @@ def recognize(module: fx.GraphModule, names: frozenset[str]) -> None:
     module.recompile()
 
 
-def _replace(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> None:
+def replace_node(graph: fx.Graph, node: fx.Node, op: Any, args: tuple[Any, ...]) -> None:
+    """Put a call of ``op`` with the same value in the place of ``node``."""
     with graph.inserting_before(node):
         made = graph.call_function(op, args)
     made.meta = dict(node.meta)
@@ -215,9 +216,9 @@ def _rms_norm(graph: fx.Graph, node: fx.Node) -> None:
     scaled = _scaled(last, x)
     if scaled is not None:
         product, weight = scaled
-        _replace(graph, product, _qcore.rms_norm.default, (x, weight, eps))
+        replace_node(graph, product, _qcore.rms_norm.default, (x, weight, eps))
     else:
-        _replace(graph, last, _qcore.rms_norm.default, (x, None, eps))
+        replace_node(graph, last, _qcore.rms_norm.default, (x, None, eps))
 
 
 def _normalized(node: fx.Node) -> tuple[Any, float] | None:
@@ -261,7 +262,7 @@ def _rope(graph: fx.Graph, node: fx.Node) -> None:
         for x, cos in _pairs(plain, "mul"):
             for rotated, sin in _pairs(turned, "mul"):
                 if _is_rotated(rotated, x) and isinstance(cos, fx.Node) and isinstance(sin, fx.Node):
-                    _replace(graph, node, _qcore.rope.default, (x, cos, sin))
+                    replace_node(graph, node, _qcore.rope.default, (x, cos, sin))
                     return
 
 

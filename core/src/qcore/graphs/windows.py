@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .folding import constant_value, is_constant
 from .ops import base_name
+from .recognizing import replace_node
 
 _aten = torch.ops.aten
 
@@ -20,14 +21,15 @@ _aten = torch.ops.aten
 def replace_joined(module: fx.GraphModule) -> None:
     """Let ``cat`` join what ``index_put`` would write in the place of one of its parts, in place.
 
-    If it writes one element along the dimension that is joined, at a constant index, and nothing else reads the rest.
+    Both have to be one element along the joined dimension, and the index a constant.
     """
     values: dict[fx.Node, Any] = {}
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and base_name(node.target) == "index_put":
-            _replace(module, node, values)
-    module.graph.eliminate_dead_code()
-    module.recompile()
+    writes = [one for one in module.graph.nodes if one.op == "call_function" and base_name(one.target) == "index_put"]
+    for node in writes:
+        _replace(module, node, values)
+    if writes:
+        module.graph.eliminate_dead_code()
+        module.recompile()
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> None:
@@ -52,12 +54,8 @@ def _replace(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) 
         return
     with module.graph.inserting_before(node):
         part = _expanded(module.graph, new, like, dim, index.meta["val"].dim())
-        made = module.graph.call_function(
-            _aten.cat.default, ([part if i == found else one for i, (_, one) in enumerate(parts)], dim)
-        )
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    module.graph.erase_node(node)
+    joined = [part if i == found else one for i, (_, one) in enumerate(parts)]
+    replace_node(module.graph, node, _aten.cat.default, (joined, dim))
 
 
 def _parts(joined: Any, dim: int) -> list[tuple[int, fx.Node]] | None:

@@ -8,8 +8,8 @@ from transformers import CompileConfig
 def compile_config(backend: str) -> CompileConfig:
     """The ``compile_config`` with which `generate` runs each new token as one program of ``backend``.
 
-    ``backend``: what `torch.compile` takes, such as ``"qcore_cpu"``. Prompts run as without it, whatever their length,
-    so that one program serves all texts. The cache has to be a static one: ``cache_implementation="static"``. Each call
+    ``backend``: what `torch.compile` takes, such as ``"qcore_cpu"``. Prompts run as without it, so that texts
+    of all lengths share programs. The cache has to be a static one: ``cache_implementation="static"``. Each call
     that needs a longer cache than all before compiles anew: begin with the longest.
 
     ```python

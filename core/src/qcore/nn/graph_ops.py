@@ -112,8 +112,8 @@ def _layers_of(weight: Tensor) -> Iterator[QuantizedModule]:
 def owners(weight: Tensor, contract: str = "", scheme: str = "") -> list[QuantizedModule]:
     """The layers whose packed weight ``weight`` stands for: several that are tied, or the copies of one.
 
-    ``contract``, ``scheme``: of the node that asks; layers with these are left, if there are any. Raises `FormatError`
-    if no layer owns the weight.
+    ``contract``, ``scheme``: of the node that asks, for the layers of this contract and, if there are any, this scheme.
+    Raises `FormatError` if no layer owns the weight.
     """
     found = list(_layers_of(weight))
     if not found:
@@ -122,10 +122,10 @@ def owners(weight: Tensor, contract: str = "", scheme: str = "") -> list[Quantiz
             if layer._shown:
                 _owners.setdefault(id(marker_of(layer)), []).append(weakref.ref(layer))
         found = list(_layers_of(weight))
+    if contract:
+        found = [one for one in found if one._primary and one._primary.request.contract == contract]
     if not found:
         raise FormatError("no living quantized layer owns this weight: it was bound again or deleted.")
-    if contract:
-        found = [one for one in found if one._primary and one._primary.request.contract == contract] or found
     return [one for one in found if str(one.scheme) == scheme] or found
 
 
