@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,6 +38,34 @@ def test_geometry_holds_each_column_once(group):
         assert at.block % 8 == 0
         assert at.block <= 128
         assert at.blocks * at.block % at.fold == 0
+
+
+def _huge_bytes(tensor):
+    """Bytes of huge pages in the mappings that hold a tensor; the system's own account of this process."""
+    begin, end, inside, found = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, False, 0
+    for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if head:
+            inside = int(head[1], 16) < end and begin < int(head[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_large_weights_lie_in_huge_pages():
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    anonymous = mmap.mmap(-1, 4 << 20, flags=private)  # whether this system makes any, of memory that was written
+    anonymous.write(bytes(4 << 20))
+    try:
+        anonymous.madvise(25)  # MADV_COLLAPSE
+    except OSError as error:
+        pytest.skip(f"no huge pages here: {error}")
+    weight = qcore.quantize(torch.randn(4096, 4096), qcore.Format.parse("int8"))
+    layout = WeightLayout(weight.format, 4096, 4096, sums=False)
+    packed = native.settled(layout.pack(weight))
+    assert _huge_bytes(packed["data"]) >= packed["data"].nbytes - (4 << 20)  # but the ends
+    assert torch.equal(layout.unpack(packed).codes(), weight.codes())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -53,6 +53,54 @@ def results() -> dict[str, torch.Tensor]:
             conv.bias.copy_(torch.randn(40, generator=generator))
         quantized = QuantizedConv2d.from_float(conv, text)
         made[f"conv2d {text}"] = quantized(torch.randn(2, 24, 15, 29, generator=generator))
+        made[f"conv2d {text} bfloat16"] = QuantizedConv2d.from_float(conv.bfloat16(), text)(
+            torch.randn(2, 24, 15, 29, generator=generator).bfloat16()
+        )
+    return {**made, **unusual(), **embeddings()}
+
+
+def unusual() -> dict[str, torch.Tensor]:
+    """Results that are subnormal, Inf and NaN in bfloat16, which processors round in ways of their own."""
+    import qcore
+    from qcore.nn import QuantizedLinear
+
+    generator = torch.Generator().manual_seed(11)
+    made = {}
+    for scheme in ("w8a8", "w4a8-g32"):
+        for factor in (1e-38, 3e-39, 1e36, 1.0):
+            dense = torch.randn(96, 64, generator=generator) * factor
+            weight = qcore.quantize(dense, qcore.Scheme.parse(scheme).weight, "absmax")
+            layer = QuantizedLinear.from_qtensor(weight, scheme=scheme, dtype=torch.bfloat16)
+            x = torch.randn(14, 64, generator=generator)
+            if factor == 1.0:
+                x[3, 5], x[7, 9] = float("nan"), float("inf")
+            result = layer(x.bfloat16())
+            made[f"{scheme} {factor}"] = result.view(torch.int16)  # NaN, too, is compared by its bits
+    return made
+
+
+def embeddings() -> dict[str, torch.Tensor]:
+    """Rows of tables with usual scales, with those of subnormal results, and with a NaN among them."""
+    from torch import nn
+
+    from qcore.nn import QuantizedEmbedding
+
+    generator = torch.Generator().manual_seed(13)
+    made = {}
+    for scheme in (
+        "w8a16",
+        "w8a16-g64",
+        "w4a16-g32@absmax",
+        "w4a16-g32-asym@minmax",
+        "w4a16-g64@absmax",
+        "w4a16-g48@absmax",
+    ):
+        for factor in (1.0, 2e-38, 4e-39):
+            table = torch.randn(9, 192, generator=generator) * factor
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                layer = QuantizedEmbedding.from_float(nn.Embedding.from_pretrained(table.to(dtype)), scheme)
+                assert layer.decision.kernel.name == "cpu.embedding"
+                made[f"embedding {scheme} {factor} {dtype}"] = layer(torch.arange(8, -1, -1))
     return made
 
 

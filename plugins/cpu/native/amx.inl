@@ -164,7 +164,10 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
   amx_release();
   alignas(64) float bias[COLUMNS];
   read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
-  for (int r = 0; r < count; r++) finish_sums(w, out, x, nb, 0, 2, rows, r, row0, D == 1, bias, sum[r]);
+  for (int r = 0; r < count; r++) {
+    F v[2] = {load_f(sum[r]), load_f(sum[r] + LANES)};
+    finish_sums(w, out, x, nb, 0, rows, r, row0, D == 1, bias, v);
+  }
 }
 
 template <Element E>

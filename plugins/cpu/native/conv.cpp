@@ -70,7 +70,7 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
                     const Output& out, int64_t group) {
   const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
   const int64_t height = image.height + 2 * image.ph, width = image.width + 2 * image.pw;
-  const int64_t lines = image.batch * height, taps = image.kh * image.kw, size = type_size(in.type);
+  const int64_t lines = image.batch * height, size = type_size(in.type);
   const Scratch codes(lines * width * own + 64), sums(lines * width * 4);
   if (!codes.data || !sums.data) return false;
   int8_t* q = reinterpret_cast<int8_t*>(codes.data);
@@ -82,18 +82,16 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
   };
   each(pool, lines, std::max<int64_t>(1, (1 << 14) / (width * own)), [&](int64_t line) {
     const int64_t b = line / height, h = line % height - image.ph;
-    for (int64_t v = 0; v < width; v++) {
-      int8_t* to = q + (line * width + v) * own;
-      const int64_t at = v - image.pw;
-      if (h < 0 || h >= image.height || at < 0 || at >= image.width) {
-        std::memset(to, in.zero, static_cast<size_t>(own));
-        pixel_sums[line * width + v] = static_cast<int32_t>(own) * in.zero;
-        continue;
-      }
-      const char* x = first_of(b, h) + at * image.channels * size;
-      pixel_sums[line * width + v] = kernels.quantize_run(x, in.type, own, inverse, in.zero, true, to);
-    }
-    if (in.type == I8 || h < 0 || h >= image.height) return;
+    const auto fill = [&](int64_t from, int64_t count) {  // padding
+      std::memset(q + (line * width + from) * own, in.zero, static_cast<size_t>(count * own));
+      std::fill_n(pixel_sums + line * width + from, count, static_cast<int32_t>(own) * in.zero);
+    };
+    if (h < 0 || h >= image.height) return fill(0, width);
+    fill(0, image.pw), fill(image.pw + image.width, image.pw);
+    const Runs pixels{first_of(b, h), in.type, own, image.width, image.channels};
+    const int64_t first = line * width + image.pw;
+    kernels.quantize_runs(pixels, inverse, in.zero, true, q + first * own, pixel_sums + first);
+    if (in.type == I8) return;
     int32_t largest = 0;  // of the line; between the pixels of a channel group lie others
     if (image.groups == 1) largest = kernels.magnitude(first_of(b, h), in.type, image.width * own);
     else for (int64_t v = 0; v < image.width; v++)
@@ -101,20 +99,26 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
     if (largest > INFINITE) spoiled[static_cast<size_t>(line)] = 1;
   });
   for (char s : spoiled) if (s) return false;  // rare: the other way marks the rows
-  std::vector<int64_t> offsets(static_cast<size_t>(taps));
-  for (int64_t t = 0; t < taps; t++) offsets[static_cast<size_t>(t)] = (t / image.kw * image.dh * width + t % image.kw * image.dw) * own;
+  const int64_t beside = image.dw == 1 ? image.kw : 1, runs = image.kh * image.kw / beside;  // pixels that lie side by side
+  std::vector<int64_t> offsets(static_cast<size_t>(runs));
+  for (int64_t r = 0; r < runs; r++) {
+    const int64_t t = r * beside;
+    offsets[static_cast<size_t>(r)] = (t / image.kw * image.dh * width + t % image.kw * image.dw) * own;
+  }
   const std::vector<float> scales(static_cast<size_t>(ow), in.scale);
   each(pool, image.batch * oh, std::max<int64_t>(1, (1 << 16) / (ow * w.at.k * w.n + 1)), [&](int64_t line) {
     const int64_t top = (line / oh * height + line % oh * image.sh) * width;  // pixel of the first window
-    std::vector<int32_t> window_sums(static_cast<size_t>(ow));
-    for (int64_t v = 0; v < ow; v++) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < image.kh; i++)
-        for (int64_t j = 0; j < image.kw; j++) sum += pixel_sums[top + v * image.sw + i * image.dh * width + j * image.dw];
-      window_sums[static_cast<size_t>(v)] = sum;
+    std::vector<int32_t> below(static_cast<size_t>(width), 0), window_sums(static_cast<size_t>(ow), 0);
+    for (int64_t i = 0; i < image.kh; i++) {  // one above the other, then side by side
+      const int32_t* from = pixel_sums + top + i * image.dh * width;
+      for (int64_t u = 0; u < width; u++) below[static_cast<size_t>(u)] += from[u];
+    }
+    for (int64_t j = 0; j < image.kw; j++) {
+      const int32_t* from = below.data() + j * image.dw;
+      for (int64_t v = 0; v < ow; v++) window_sums[static_cast<size_t>(v)] += from[v * image.sw];
     }
     multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
-      return Windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), taps, own, window_sums.data() + v,
+      return Windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), runs, beside * own, window_sums.data() + v,
                      scales.data() + v, in.zero};
     });
   });
@@ -146,26 +150,37 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
     int8_t* q = reinterpret_cast<int8_t*>(codes.data);
     float* scales = reinterpret_cast<float*>(codes.data + round_up(ow * step, 64));
     int32_t* sums = reinterpret_cast<int32_t*>(scales + ow);
+    std::vector<int32_t> below(static_cast<size_t>(image.width + 2 * image.pw), 0);  // largest of pixels above one another
+    for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
+      if (h < 0 || h >= image.height) continue;
+      int32_t* most = below.data() + image.pw;
+      const int32_t* from = map + (b * image.height + h) * image.width;
+      for (int64_t u = 0; u < image.width; u++) most[u] = std::max(most[u], from[u]);
+    }
+    const bool high = top >= 0 && top + (image.kh - 1) * image.dh < image.height;  // no padding above and below
     for (int64_t v = 0; v < ow; v++) {
       const int64_t left = v * image.sw - image.pw;
-      const auto at = [&](int64_t i, int64_t j) -> int64_t {  // the pixel, or -1 in the padding
-        const int64_t h = top + i * image.dh, u = left + j * image.dw;
-        return h < 0 || h >= image.height || u < 0 || u >= image.width ? -1 : (b * image.height + h) * image.width + u;
-      };
       int32_t most = 0;
-      for (int64_t i = 0; i < image.kh; i++)
-        for (int64_t j = 0; j < image.kw; j++)
-          if (const int64_t pixel = at(i, j); pixel >= 0) most = std::max(most, map[pixel]);
+      for (int64_t j = 0; j < image.kw; j++) most = std::max(most, below[static_cast<size_t>(v * image.sw + j * image.dw)]);
       const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
+      const auto codes_of = [&](int64_t h, int64_t u, int64_t count, int64_t runs, int8_t* to) {
+        const char* from = x + ((b * image.height + h) * image.width + u) * image.channels * size;
+        const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels};
+        return kernels.quantize_runs(pixels, inverse, 0, false, to, nullptr);
+      };
       int32_t sum = 0;
       int8_t* to = q + v * step;
       const bool inside = image.dw == 1 && image.groups == 1 && left >= 0 && left + image.kw <= image.width;
       const int64_t taps = inside ? image.kw : 1;  // neighbours that lie side by side, in the image and among the codes
-      for (int64_t i = 0; i < image.kh; i++) {
-        for (int64_t j = 0; j < image.kw; j += taps, to += taps * own) {
-          const int64_t pixel = at(i, j);
-          if (pixel < 0) std::memset(to, 0, static_cast<size_t>(taps * own));
-          else sum += kernels.quantize_run(x + pixel * image.channels * size, in.type, taps * own, inverse, 0, false, to);
+      if (inside && high) {
+        sum = codes_of(top, left, taps, image.kh, to);
+      } else {
+        for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
+          for (int64_t j = 0, u = left; j < image.kw; j += taps, u += image.dw, to += taps * own) {
+            const bool padding = h < 0 || h >= image.height || u < 0 || u >= image.width;
+            if (padding) std::memset(to, 0, static_cast<size_t>(taps * own));
+            else sum += codes_of(h, u, taps, 1, to);
+          }
         }
       }
       scales[v] = scale, sums[v] = sum;

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t PANEL_BYTES = 768 << 10;    // digits that stay in L2 while all columns pass
 constexpr int64_t SCRATCH_BYTES = 32 << 20;   // digits that exist at a time
 constexpr int64_t KEPT_BYTES = 4 << 20;       // scratch that a thread keeps between calls
+constexpr int64_t KEPT_OF_PART = 1 << 20;     // of that for parts of a call
 constexpr int64_t SERIAL_WORK = 1 << 16;      // products that are not worth another thread
 
 struct Free {
@@ -23,9 +24,11 @@ struct Free {
 struct Kept {
   std::unique_ptr<char, Free> data;
   int64_t size = 0;
-  bool taken = false;
 };
-thread_local Kept kept;
+// That of a whole call, and those of its parts that the same thread computes.
+constexpr int KEPT = 3;
+thread_local Kept kept[KEPT];
+thread_local int taken = 0;
 
 char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(size, 64)))); }
 
@@ -72,7 +75,7 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   const int64_t digit_row = product.together ? packed : round_up(packed, 64) + 64;
   const int64_t scales = in.mode == DIGITS ? packed / w.at.block : 1;
   const auto bytes_of = [&](int rows) {
-    return round_up(digit_row * rows * digits, 64) + round_up((scales + folds + folds * digits + 1) * rows * 4, 64);
+    return round_up(digit_row * rows * digits, 64) + round_up((scales + folds + 2 * folds * digits + 1) * rows * 4, 64);
   };
   const int64_t step = std::max<int64_t>(1, SCRATCH_BYTES / bytes_of(most)) * most;  // rows at a time
   bool enough = true;
@@ -91,7 +94,8 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       rows.scale = reinterpret_cast<float*>(p + round_up(digit_row * blocks.size * digits, 64));
       rows.total = rows.scale + scales * blocks.size;
       rows.sum = reinterpret_cast<int32_t*>(rows.total + folds * blocks.size);
-      rows.zero = rows.sum + folds * blocks.size * digits;
+      rows.begin = rows.sum + folds * blocks.size * digits;
+      rows.zero = rows.begin + folds * blocks.size * digits;
       rows.spikes = &spikes[static_cast<size_t>(block)];
       return rows;
     };
@@ -238,23 +242,24 @@ bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, c
 
 }  // namespace
 
-Scratch::Scratch(int64_t size) : own(size > KEPT_BYTES || kept.taken) {
+Scratch::Scratch(int64_t size) : own(taken == KEPT || size > (taken ? KEPT_OF_PART : KEPT_BYTES)) {
   if (own) {
     data = allocate(size);
     return;
   }
-  if (kept.size < size) {
-    kept.size = round_up(size, 1 << 16);
-    kept.data.reset(allocate(kept.size));
-    if (!kept.data) kept.size = 0;
+  Kept& mine = kept[taken++];
+  if (mine.size < size) {
+    mine.size = round_up(size, 1 << 16);
+    mine.data.reset();
+    mine.data.reset(allocate(mine.size));
+    if (!mine.data) mine.size = 0;
   }
-  data = kept.data.get();
-  kept.taken = true;
+  data = mine.data.get();
 }
 
 Scratch::~Scratch() {
   if (own) std::free(data);
-  else kept.taken = false;
+  else taken--;  // the last one made goes first
 }
 
 Geometry geometry(int64_t k, int64_t group) {

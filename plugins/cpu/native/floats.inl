@@ -108,14 +108,15 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
       }
     }
   }
-  alignas(64) float bias[COLUMNS], values[COLUMNS];
+  alignas(64) float bias[COLUMNS];
   const int64_t column = nb * COLUMNS + first * LANES;
   if (column >= w.n) return;
   read_bias(out, column, w.n, H * LANES, bias);
   for (int r = 0; r < R; r++) {
-    for (int h = 0; h < H; h++) store_f(values + h * LANES, sum[r][h]);
-    apply_channels(w, nb, first, H, totals[r], values);
-    finish_row(out, row0 + r, column, w.n, H * LANES, bias, values);
+    F v[H];  // a copy: sums of which there are references would lie in memory
+    for (int h = 0; h < H; h++) v[h] = sum[r][h];
+    apply_channels(w, nb, first, totals[r], v);
+    finish_vectors(out, row0 + r, column, w.n, bias, v);
   }
 }
 
@@ -156,16 +157,33 @@ static inline void table_codes(const Table& t, const uint8_t* row, int64_t from,
 // One row of an embedding: codes of LOOKUP columns at a time, then group by group.
 constexpr int LOOKUP = 256;
 
+// Scales of a row's groups from..from + count as float32, without NaN other than that of arithmetic.
+constexpr int64_t ROW_SCALES = 64;
+static inline void row_scales(const Weight& scales, int64_t from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_f(to + i, quiet(scales_f(scales, from + i)));
+  for (; i < count; i++) to[i] = quiet(one_scale(scales, from + i));
+}
+
+// Whether whole numbers times `scale` are 0 or normal numbers, or overflow: what the processor rounds to bfloat16 rightly.
+static inline bool is_normal(float scale) { return __builtin_fabsf(scale) >= 1.17549435e-38f && __builtin_fabsf(scale) <= 3.4e38f; }
+
 // Int8 codes without zero points, in groups of whole vectors: the usual table.
 template <Type OUT>
 static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, void* y) {
   const int8_t* codes = (const int8_t*)t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
   for (int64_t g = 0; g < groups; g++) {
-    const F scale = set_f(quiet(one_scale(scales, row * groups + g)));
+    const float one = quiet(one_scale(scales, row * groups + g));
+    const F scale = set_f(one);
     const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
     const auto value = [&](int64_t i) { return mul_f(to_f(signed_bytes_i(codes + i)), scale); };
-    for (int64_t i = g * t.group; i < end; i += 2 * LANES) {
+    int64_t i = g * t.group;
+#ifdef QCORE_BF16_CONVERSION
+    if (OUT == BF16 && is_normal(one))
+      for (; i < end; i += 2 * LANES) store_converted((uint16_t*)y + i, value(i), value(i + LANES));
+#endif
+    for (; i < end; i += 2 * LANES) {
 #ifdef QCORE_UPPER_WORDS
       if constexpr (OUT == BF16) {
         store_upper_words((uint16_t*)y + i, rounded_bits(value(i)), rounded_bits(value(i + LANES)));
@@ -178,8 +196,33 @@ static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, v
   }
 }
 
+#ifdef QCORE_BF16_CONVERSION
+// INT4 in groups of whole vectors, without float zero points, as bfloat16: the 16 results of a group in one register, with
+// nothing else between groups. Returns false if a scale is so small or large that the processor may round wrongly.
+static bool lookup_int4_bf16(const Table& t, const Weight& scales, int64_t row, uint16_t* y) {
+  if (t.k % t.group || t.group % (2 * LANES) || t.added) return false;
+  const int64_t groups = t.k / t.group;
+  const uint8_t* codes = t.data + row * t.row_bytes;
+  const F numbers = to_f(sub_i(xor_i(lane_numbers(), set_i(8)), set_i(8)));
+  alignas(64) float some[ROW_SCALES];
+  for (int64_t from = 0; from < groups; from += ROW_SCALES) {
+    const int64_t here = groups - from < ROW_SCALES ? groups - from : ROW_SCALES;
+    row_scales(scales, row * groups + from, here, some);
+    for (int64_t g = 0; g < here; g++)
+      if (!is_normal(some[g])) return false;
+    const int8_t* zero = t.zero ? t.zero + row * groups + from : nullptr;
+    for (int64_t g = 0; g < here; g++) {
+      const F whole = zero ? sub_f(numbers, set_f((float)zero[g])) : numbers;
+      const Words sixteen = converted_words(mul_f(whole, set_f(some[g])));
+      for (int64_t i = 0; i < t.group; i += 2 * LANES, codes += LANES, y += 2 * LANES) store_words_of(sixteen, codes, y);
+    }
+  }
+  return true;
+}
+#endif
+
 // 4-bit codes: the 16 results of a group are computed once, and looked up. Groups begin at whole bytes.
-template <Type OUT>
+template <Type OUT, bool ZEROS>
 static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, void* y) {
   constexpr int SIZE = OUT == F32 ? 4 : 2;
   const uint8_t* codes = t.data + row * t.row_bytes;
@@ -187,17 +230,21 @@ static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, vo
   alignas(64) float numbers[16];
   alignas(64) char results[16 * SIZE];
   for (int i = 0; i < 16; i++) numbers[i] = t.element == INT4 ? (float)((i ^ 8) - 8) : t.table[i];
+  float some[ROW_SCALES];
   for (int64_t g = 0; g < groups; g++) {
     const int64_t at = row * groups + g, end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
-    const float scale = quiet(one_scale(scales, at));
+    if (g % ROW_SCALES == 0) row_scales(scales, at, groups - g < ROW_SCALES ? groups - g : ROW_SCALES, some);
+    const float scale = some[g % ROW_SCALES];
     float added = 0;
-    if (t.added) widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
-    added = quiet(added);
+    if (ZEROS && t.added) {
+      widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
+      added = quiet(added);
+    }
     const auto value = [&](int i) {
       F v = load_f(numbers + i);
-      if (t.zero) v = sub_f(v, set_f((float)t.zero[at]));
+      if (ZEROS && t.zero) v = sub_f(v, set_f((float)t.zero[at]));
       v = mul_f(v, set_f(scale));
-      return t.added ? add_f(v, set_f(added)) : v;
+      return ZEROS && t.added ? add_f(v, set_f(added)) : v;
     };
     int64_t i = g * t.group;
 #ifdef QCORE_UPPER_WORDS
@@ -228,14 +275,23 @@ static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, vo
   }
 }
 
+template <bool ZEROS>
+static void lookup_nibbles_to(const Table& t, const Weight& scales, int64_t row, void* y) {
+  if (t.out == F32) return lookup_nibbles<F32, ZEROS>(t, scales, row, y);
+  return (t.out == BF16 ? lookup_nibbles<BF16, ZEROS> : lookup_nibbles<F16, ZEROS>)(t, scales, row, y);
+}
+
 static void lookup(const Table& t, int64_t row, void* y) {
   const uint8_t* codes = t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
   Weight scales{};
   scales.scale = t.scale, scales.scale_type = t.scale_type, scales.factor = t.factor, scales.divisor = t.divisor;
+#ifdef QCORE_BF16_CONVERSION
+  if (t.element == INT4 && t.out == BF16 && lookup_int4_bf16(t, scales, row, (uint16_t*)y)) return;
+#endif
   if ((t.element == INT4 || t.element == FLOAT4) && (t.group % 2 == 0 || groups == 1)) {
-    if (t.out == F32) return lookup_nibbles<F32>(t, scales, row, y);
-    return (t.out == BF16 ? lookup_nibbles<BF16> : lookup_nibbles<F16>)(t, scales, row, y);
+    if (t.zero || t.added) return lookup_nibbles_to<true>(t, scales, row, y);
+    return lookup_nibbles_to<false>(t, scales, row, y);
   }
   const bool whole = t.k % (2 * LANES) == 0 && (t.group % (2 * LANES) == 0 || groups == 1);
   if (t.element == INT8 && !t.zero && !t.added && whole) {

@@ -22,6 +22,7 @@ static inline I invert_top(I codes) { return codes; }
 constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #endif
 #include "rows.inl"
+#include "finish.inl"
 #include "tile.inl"
 #include "floats.inl"
 #include "windows.inl"
@@ -71,7 +72,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       {0, 0, 0, 0, nullptr, nullptr},
 #endif
       {16, FLOAT_PANEL_FROM, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
-      quantize_run, magnitude, window_product,
+      quantize_runs, magnitude, window_product,
 #if defined(QCORE_AMX)
       nullptr, nullptr,
 #elif defined(QCORE_PAIRS)

@@ -80,7 +80,7 @@ sweep_step(const uint8_t* codes, const int8_t* q, int64_t row_step, I mask, I ta
 }
 
 // As the `sweep` of other instruction sets. 8 columns of one row lie together; the next ones 2 * `k_step` bytes on.
-template <Element E, int T, int H, bool BESIDE>
+template <Element E, int T, int H, bool BESIDE, int = 0>
 static inline __attribute__((always_inline)) void
 sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int64_t row_step, I mask, I table,
       I (&acc)[SLOTS<T>][H]) {

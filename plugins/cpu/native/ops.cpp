@@ -8,6 +8,7 @@
 #include "conv.h"
 #include "core.h"
 #include "host.h"
+#include "pages.h"
 
 namespace qcore_cpu {
 namespace {
@@ -227,9 +228,12 @@ Tensor embedding_op(Arguments& a) {
   char* to = y.data<char>();
   const int64_t size = type_size(t.out);
   const Kernels& use = kernels();
+  const int64_t scale_bytes = ceil_div(t.k, t.group) * type_size(t.scale_type);
   each(pool(), count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, k)), [&](int64_t i) {
     if (i + 2 < count) {  // the row after the next is on its way
-      for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + index(i + 2) * t.row_bytes + b);
+      const int64_t row = index(i + 2);
+      for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + row * t.row_bytes + b);
+      for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(scale.data<char>() + row * scale_bytes + b);
     }
     use.lookup(t, index(i), to + i * k * size);
   });
@@ -242,6 +246,7 @@ Tensor pack_op(Arguments& a) {
   const int64_t n = codes.size(0);
   const Geometry at = geometry(codes.size(1), group);
   Tensor packed = empty({ceil_div(n, COLUMNS), at.packed() / (bits == 4 ? 8 : 4), 128}, aoti_torch_dtype_uint8());
+  want_huge_pages(packed.data(), packed.numel());
   pack(pool(), codes.data<uint8_t>(), packed.data<uint8_t>(), n, at, static_cast<int>(bits), static_cast<int>(offset));
   return packed;
 }

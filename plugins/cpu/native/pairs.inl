@@ -17,12 +17,13 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
   }
   const __m512i table = _mm512_load_si512(numbers);
   const bool grouped = w.at.groups > 1;
+  const ScaleVectors scales(w);
   F sum[R][2];
   for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = set_f(0);
   for (int64_t g = 0; g < w.at.groups; g++) {
     const int64_t parameters = (nb * w.at.groups + g) * COLUMNS;
     F scale[2] = {set_f(1), set_f(1)};
-    if (grouped) scale[0] = scales_f(w, parameters), scale[1] = scales_f(w, parameters + LANES);
+    if (grouped) scale[0] = scales(parameters), scale[1] = scales(parameters + LANES);
     for (int64_t b = 0; b < w.at.blocks; b++) {
       F acc[R][2];
       for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = set_f(0);
@@ -61,13 +62,13 @@ pair_tile(const Weight& w, const Output& out, const uint32_t* x, const float* su
       for (int r = 0; r < R; r++) sum[r][h] = fma_f(shift, set_f(sums[g * rows + r]), sum[r][h]);
     }
   }
-  alignas(64) float bias[COLUMNS], values[COLUMNS];
+  alignas(64) float bias[COLUMNS];
   const int64_t column = nb * COLUMNS;
   read_bias(out, column, w.n, COLUMNS, bias);
   for (int r = 0; r < R; r++) {
-    for (int h = 0; h < 2; h++) store_f(values + h * LANES, sum[r][h]);
-    apply_channels(w, nb, 0, 2, sums[r], values);
-    finish_row(out, row0 + r, column, w.n, COLUMNS, bias, values);
+    F v[2] = {sum[r][0], sum[r][1]};  // a copy: sums of which there are references would lie in memory
+    apply_channels(w, nb, 0, sums[r], v);
+    finish_vectors(out, row0 + r, column, w.n, bias, v);
   }
 }
 

@@ -172,7 +172,7 @@ static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t
   for (int64_t r = 0; r < rows; r++) {
     float* values = sums + r * COLUMNS;
     for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(values + c, mul_f(load_f(values + c), load_f(scale + c)));
-    finish_row(out, row0 + r, nb * COLUMNS, w.n, COLUMNS, bias, values);
+    finish_row(out, row0 + r, nb * COLUMNS, w.n, bias, values);
   }
 }
 

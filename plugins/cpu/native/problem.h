@@ -125,12 +125,12 @@ struct SpikeList {
 //   q: packed columns of one digit row lie together in runs of 4 (8 for matrix products of Arm), at k / run * k_step +
 //   digit row * row_step: interleaved by rows, so that a tile reads on and on, or row by row, as AMX loads them;
 //   scale: DIGITS [packed / block][rows], else [rows];
-//   sum: [folds][rows][digits]; total: [folds][rows], the (unscaled) sum of a fold for added zero points
+//   sum: [folds][rows][digits]; begin: minus the offset of the codes times that, with which accumulators start; total: [folds][rows], the (unscaled) sum of a fold for added zero points
 struct Rows {
   int8_t* q;
   int64_t k_step, row_step;
   float* scale;
-  int32_t* sum;
+  int32_t *sum, *begin;
   float* total;
   int32_t* zero;    // [rows], modes with zero points
   SpikeList* spikes;
@@ -177,9 +177,9 @@ struct Kernels {
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
   // Many rows of bf16 x on products of bf16 pairs, whose `run` may be null; of other float x.
   Panel bf16_panel, float_panel;
-  // `count` values as codes round(x * inverse) + zero; returns their sum. Codes (I8) are copied. Without `clamp` zero is 0,
-  // and no value lies beyond the codes.
-  int32_t (*quantize_run)(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp, int8_t* codes);
+  // Runs of values as codes round(x * inverse) + zero, side by side; returns the sum of all, and of each in `sums` unless it
+  // is null. Codes (I8) are copied. Without `clamp` zero is 0, and no value lies beyond the codes.
+  int32_t (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums);
   // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
   // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows.
@@ -193,6 +193,13 @@ struct Kernels {
   void (*lookup)(const struct Table&, int64_t row, void* y);
   // What programs compute beside products.
   const struct Elements* elements;
+};
+
+// Runs of `count` values, `step` of them from run to run.
+struct Runs {
+  const void* x;
+  Type type;
+  int64_t count, runs, step;
 };
 
 // Rows of codes in an image of codes: row r begins at x + r * step and is the runs at `taps`.

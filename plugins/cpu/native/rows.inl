@@ -48,6 +48,9 @@ static inline int8_t* digits_at(const Rows& x, int64_t k4, int64_t row) {
   return x.q + k4 / FOURS * x.k_step + k4 % FOURS * 4 + row * x.row_step;
 }
 
+// What is added to codes as products read them.
+static inline int32_t read_offset(const Weight& w) { return w.offset - (SIGNED_CODES && w.element == INT8 ? 128 : 0); }
+
 // Scale and zero point of one row of int8 activations; a row that holds NaN or Inf has the scale NaN.
 struct Step { float scale; int32_t zero; };
 static Step step_of(const Input& in, const char* row, int64_t k, int64_t index) {
@@ -192,10 +195,10 @@ static void quantize_digits(const Weight& w, const Input& in, const char* row, i
       }
     }
     out.scale[b * rows + r] = scale;
-    int32_t* sum = out.sum + (b * rows + r) * D;
+    int32_t *sum = out.sum + (b * rows + r) * D, *begin = out.begin + (b * rows + r) * D;
     float total = 0;
     for (int d = D - 1; d >= 0; d--) {
-      sum[d] = sum_i(sums[d]);
+      sum[d] = sum_i(sums[d]), begin[d] = -read_offset(w) * sum[d];
       total = total * 256.0f + (float)sum[d];
     }
     out.total[b * rows + r] = total * scale;
@@ -240,7 +243,7 @@ static void quantize_codes(const Weight& w, const Input& in, const char* row, in
     counted += span.count;
     if ((b + 1) % per_fold == 0) {
       const int64_t f = b / per_fold;
-      out.sum[f * rows + r] = sum;
+      out.sum[f * rows + r] = sum, out.begin[f * rows + r] = -read_offset(w) * sum;
       out.total[f * rows + r] = (float)(sum - (int32_t)counted * step.zero);
       sum = 0, counted = 0;
     }

@@ -11,6 +11,7 @@ constexpr int FLOAT_PANEL_FROM = 64;  // rows from which on float x meets intege
 constexpr int FLOAT_PANEL_FROM = 16;
 #endif
 constexpr int FLOATS_FROM_4[2] = {0, 4}, FLOATS_FROM_8[2] = {6, 2};  // rows of x that has 2 or 3 digits; 0: never
+constexpr bool SHORT_FOLDS = false;  // a tile of its own for groups of 32 is worth its size
 constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm256_set1_epi32(v); }

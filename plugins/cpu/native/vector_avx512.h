@@ -6,6 +6,7 @@ constexpr int TILE_COLUMNS = 32;  // two accumulators per digit row, so that one
 constexpr int DIGIT_ROWS = 12;    // 24 accumulators, 4 vectors of codes and a mask fill the 32 registers
 constexpr int PANEL_ROWS = DIGIT_ROWS;
 constexpr int FLOAT_PANEL_FROM = 0;  // never: products of bytes are faster
+constexpr bool SHORT_FOLDS = true;  // a tile of its own for groups of 32 is worth its size
 constexpr int REGISTERS = 32;
 constexpr bool SIGNED_CODES = false;
 static inline I set_i(int32_t v) { return _mm512_set1_epi32(v); }
@@ -29,6 +30,17 @@ static inline I dot(I acc, I codes, I x) { return _mm512_dpbusd_epi32(acc, codes
 static inline I bytes_i(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline I signed_bytes_i(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline void narrow_i(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
+// Four vectors as 64 codes plus a zero point, in int8 by saturation.
+#define QCORE_FOUR_TO_CODES
+static inline I set_words(int16_t v) { return _mm512_set1_epi16(v); }
+static inline I set_bytes(int8_t v) { return _mm512_set1_epi8(v); }
+static inline void store_i(void* p, I v) { _mm512_storeu_si512(p, v); }
+static inline I max_words(I a, I b) { return _mm512_max_epu16(a, b); }
+static inline I four_to_codes(I a, I b, I c, I d, I zeros) {
+  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const I first = _mm512_adds_epi16(_mm512_packs_epi32(a, b), zeros), second = _mm512_adds_epi16(_mm512_packs_epi32(c, d), zeros);
+  return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(first, second));
+}
 static inline I bits(F v) { return _mm512_castps_si512(v); }
 static inline F from_bits(I v) { return _mm512_castsi512_ps(v); }
 static inline F to_f(I v) { return _mm512_cvtepi32_ps(v); }
@@ -84,6 +96,16 @@ static inline I upper_halves(I a, I b) {
 }
 static inline void store_upper_words(uint16_t* p, I a, I b) { _mm512_storeu_si512(p, upper_halves(a, b)); }
 static inline Words upper_words(I v) { return {upper_halves(v, v)}; }
+#ifdef __AVX512BF16__
+// The processor's own rounding to bfloat16, right but for subnormal numbers, which it takes for 0, and the bits of NaN.
+#define QCORE_BF16_CONVERSION
+static inline I lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+static inline I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
+static inline bool any_unusual(F v) { return _mm512_fpclass_ps_mask(v, 0xa1); }  // quiet NaN, subnormal, signaling NaN
+static inline bool any_unusual(F a, F b) { return _mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1); }
+static inline void store_converted(uint16_t* p, F a, F b) { _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(b, a)); }
+static inline Words converted_words(F v) { return {_mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(v))}; }
+#endif
 #define QCORE_PAIR_ORDER
 // The words of 8 columns as pairs (0, 2), (4, 6), (1, 3), (5, 7): k of the two 4-bit codes at 4 * j bits of a lane.
 static inline __m128i pair_order() { return _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }

@@ -4,6 +4,7 @@ constexpr int TILE_COLUMNS = 16;
 constexpr int DIGIT_ROWS = 4;
 constexpr int PANEL_ROWS = DIGIT_ROWS;
 constexpr int FLOAT_PANEL_FROM = 0;
+constexpr bool SHORT_FOLDS = false;  // a tile of its own for groups of 32 is worth its size
 constexpr int REGISTERS = 16;
 constexpr bool SIGNED_CODES = false;
 struct I { alignas(16) int32_t v[4]; };

@@ -3,6 +3,7 @@
 using I = int32x4_t;
 using F = float32x4_t;
 constexpr int LANES = 4;
+constexpr bool SHORT_FOLDS = false;  // a tile of its own for groups of 32 is worth its size
 constexpr int REGISTERS = 32;
 #ifdef QCORE_I8MM
 constexpr int TILE_COLUMNS = 8;

@@ -2,7 +2,8 @@
 
 // CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
 template <Type TYPE, bool CLAMP>
-static int32_t run_codes(const void* x, int64_t count, float inverse, int32_t zero, int8_t* codes) {
+static inline __attribute__((always_inline)) int32_t
+run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* codes) {
   const F f = set_f(inverse), most = set_f(1e6f), least = set_f(-1e6f);
   const I z = set_i(zero), high = set_i(127), low = set_i(-128);
   const auto code = [&](F v) {
@@ -12,6 +13,20 @@ static int32_t run_codes(const void* x, int64_t count, float inverse, int32_t ze
   };
   I sum = set_i(0);
   int64_t i = 0;
+#ifdef QCORE_FOUR_TO_CODES  // narrowed by saturation, which takes care of bounds
+  if constexpr (TYPE != I8) {
+    const I zeros = set_words((int16_t)zero), ones = set_bytes(1);
+    const auto whole = [&](int64_t at) {
+      const F v = mul_f(widen_f(x, at, TYPE), f);
+      return round_i(CLAMP ? min_f(v, most) : v);  // what is below int32 becomes its least number
+    };
+    for (; i + 4 * LANES <= count; i += 4 * LANES) {
+      const I q = four_to_codes(whole(i), whole(i + LANES), whole(i + 2 * LANES), whole(i + 3 * LANES), zeros);
+      sum = dot(sum, ones, q);
+      store_i(codes + i, q);
+    }
+  }
+#endif
   for (; i + LANES <= count; i += LANES) {
     const I q = code(widen_f(x, i, TYPE));
     sum = add_i(sum, q);
@@ -21,25 +36,44 @@ static int32_t run_codes(const void* x, int64_t count, float inverse, int32_t ze
   if (i < count) {
     alignas(64) float rest[LANES] = {0};
     alignas(64) int8_t narrow[LANES];
-    widen((const char*)x + i * type_size(TYPE), TYPE, count - i, rest);
+    widen(x + i * type_size(TYPE), TYPE, count - i, rest);
     narrow_i(narrow, code(load_f(rest)));
     for (int j = 0; i < count; i++, j++) codes[i] = narrow[j], total += narrow[j];
   }
   return total;
 }
 
-static int32_t quantize_run(const void* x, Type type, int64_t count, float inverse, int32_t zero, bool clamp,
-                            int8_t* codes) {
-  if (type == I8) return run_codes<I8, false>(x, count, inverse, zero, codes);
-  if (type == F32) return (clamp ? run_codes<F32, true> : run_codes<F32, false>)(x, count, inverse, zero, codes);
-  if (type == BF16) return (clamp ? run_codes<BF16, true> : run_codes<BF16, false>)(x, count, inverse, zero, codes);
-  return (clamp ? run_codes<F16, true> : run_codes<F16, false>)(x, count, inverse, zero, codes);
+template <Type TYPE, bool CLAMP>
+static int32_t all_codes(const Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums) {
+  const char* from = (const char*)x.x;
+  int32_t total = 0;
+  for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE), codes += x.count) {
+    const int32_t sum = run_codes<TYPE, CLAMP>(from, x.count, inverse, zero, codes);
+    if (sums) sums[r] = sum;
+    total += sum;
+  }
+  return total;
+}
+
+static int32_t quantize_runs(const Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums) {
+  if (x.type == I8) return all_codes<I8, false>(x, inverse, zero, codes, sums);
+  if (x.type == F32) return (clamp ? all_codes<F32, true> : all_codes<F32, false>)(x, inverse, zero, codes, sums);
+  if (x.type == BF16) return (clamp ? all_codes<BF16, true> : all_codes<BF16, false>)(x, inverse, zero, codes, sums);
+  return (clamp ? all_codes<F16, true> : all_codes<F16, false>)(x, inverse, zero, codes, sums);
 }
 
 static int32_t magnitude(const void* x, Type type, int64_t count) {
   const I all_but_sign = set_i(0x7fffffff);
   I most = set_i(0);
   int64_t i = 0;
+#ifdef QCORE_FOUR_TO_CODES
+  if (type == BF16) {  // whose bits are those of a float's upper half
+    I words = set_i(0);
+    for (; i + 2 * LANES <= count; i += 2 * LANES)
+      words = max_words(words, and_i(load_i((const uint16_t*)x + i), set_i(0x7fff7fff)));
+    most = max_i(shl_i<16>(words), and_i(words, set_i((int32_t)0xffff0000)));
+  }
+#endif
   for (; i + LANES <= count; i += LANES) most = max_i(most, and_i(bits(widen_f(x, i, type)), all_but_sign));
   if (i < count) {
     alignas(64) float rest[LANES] = {0};
@@ -76,7 +110,7 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
   const int signed_offset = SIGNED_CODES && E == INT8 ? 128 : 0;
   I acc[R][H];
   window_sweep<E, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
-  alignas(64) float bias[COLUMNS], values[COLUMNS];
+  alignas(64) float bias[COLUMNS];
   read_bias(out, column, w.n, TILE_COLUMNS, bias);
   F scale[H], added[H];  // one for each channel
   for (int h = 0; h < H; h++) {
@@ -85,6 +119,7 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
   }
   for (int r = 0; r < R; r++) {
     const F total = set_f((float)(x.sums[r] - (int32_t)w.at.k * x.zero)), step = set_f(x.scales[r]);
+    F results[H];
     for (int h = 0; h < H; h++) {
       const int64_t at = column + h * LANES;
       I c = acc[r][h];
@@ -92,9 +127,9 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
       if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
       F v = mul_f(to_f(c), scale[h]);
       if (w.added) v = fma_f(added[h], total, v);
-      store_f(values + h * LANES, mul_f(v, step));
+      results[h] = mul_f(v, step);
     }
-    finish_row(out, row0 + r, column, w.n, TILE_COLUMNS, bias, values);
+    finish_vectors(out, row0 + r, column, w.n, bias, results);
   }
 }
 

@@ -65,7 +65,7 @@ products_of_words(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t 
 }
 
 // As `sweep` in tile.inl.
-template <Element E, int T, int H, bool BESIDE>
+template <Element E, int T, int H, bool BESIDE, int = 0>
 static inline __attribute__((always_inline)) void
 sweep(const uint8_t* codes, const int8_t* q, int64_t steps, int64_t k_step, int64_t row_step, I mask, I table,
       I (&acc)[T][H]) {

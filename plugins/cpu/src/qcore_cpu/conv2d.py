@@ -16,7 +16,7 @@ from qcore.plugin_api import (
     output_size,
 )
 
-from . import ops
+from . import native, ops
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -54,9 +54,9 @@ class CpuConv2d(Kernel):
         check_weight(self.name, weight, self.format, self.n, self.k)
         parts = [self.layout.pack(weight.narrow(0, g * self.rows, self.rows)) for g in range(self.groups)]
         shared = ("table", "global_scale")
-        return {
-            name: parts[0][name] if name in shared else torch.cat([part[name] for part in parts]) for name in parts[0]
-        }
+        return native.settled(
+            {name: parts[0][name] if name in shared else torch.cat([part[name] for part in parts]) for name in parts[0]}
+        )
 
     def unpack(self, packed: Packed) -> QTensor:
         shared = {name: t for name, t in packed.items() if name in ("table", "global_scale")}

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from qcore import EmbeddingRequest, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Kernel, Packed, check_indices, check_weight, has_values
 
-from . import ops
+from . import native, ops
 from .kinds import Kind, kind_of
 from .parameters import (
     constants_of,
@@ -53,7 +53,7 @@ class CpuEmbedding(Kernel):
         zero = weight.integer_zero() if self.format.zero is ZeroPoint.INT else weight.zero
         if zero is not None:
             packed["zero"] = zero.t().contiguous()
-        return {**packed, **constants_of(weight, self.kind)}
+        return native.settled({**packed, **constants_of(weight, self.kind)})
 
     def unpack(self, packed: Packed) -> QTensor:
         codes = packed["data"]

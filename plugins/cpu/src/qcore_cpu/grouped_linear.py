@@ -8,7 +8,7 @@ from torch import Tensor
 from qcore import FormatError, QTensor
 from qcore.plugin_api import GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
 
-from . import ops
+from . import native, ops
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -42,7 +42,7 @@ class CpuGroupedLinear(Kernel):
         check_weight(self.name, weight, self.format, self.experts, self.n, self.k)
         each = [self.layout.pack(weight[e]) for e in range(self.experts)]
         packed = {name: torch.stack([own[name] for own in each]) for name in each[0] if name != "table"}
-        return {**packed, "table": each[0]["table"]} if "table" in each[0] else packed
+        return native.settled({**packed, "table": each[0]["table"]} if "table" in each[0] else packed)
 
     def unpack(self, packed: Packed) -> QTensor:
         shared = {"table": packed["table"]} if "table" in packed else {}

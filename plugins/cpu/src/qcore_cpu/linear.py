@@ -8,7 +8,7 @@ from torch import Tensor
 from qcore import LinearRequest, QTensor
 from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers
 
-from . import ops
+from . import native, ops
 from .direct import direct_linear
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
@@ -46,7 +46,7 @@ class CpuLinear(RowsKernel):
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
-        return self.layout.pack(weight)
+        return native.settled(self.layout.pack(weight))
 
     def unpack(self, packed: Packed) -> QTensor:
         return self.layout.unpack(packed)

@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from qcore.plugin_api import first_line
+from qcore.plugin_api import first_line, has_values
 
 FILES = ("libqcore_cpu.so", "libqcore_cpu.dylib", "qcore_cpu.dll")
 OLDEST_TORCH = (2, 10)
@@ -65,6 +66,7 @@ def handle() -> ctypes.CDLL:
     loaded.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 5, number, size, number, size]
     codes, scale, bias = (pointer, size), (pointer, code), (pointer, code)
     loaded.qcore_cpu_linear.argtypes = [pointer, pointer, size, *codes, *scale, pointer, *bias, pointer]
+    loaded.qcore_cpu_make_huge_pages.restype, loaded.qcore_cpu_make_huge_pages.argtypes = None, [pointer, size]
     return loaded
 
 
@@ -72,6 +74,14 @@ def direct() -> tuple[Callable[..., int], Callable[..., None], int]:
     """``qcore_cpu_linear``, ``qcore_cpu_form`` and the bytes of a form; see ``native/host.cpp``."""
     library = handle()
     return library.qcore_cpu_linear, library.qcore_cpu_form, library.qcore_cpu_form_size()
+
+
+def settled(packed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same packed tensors, in huge pages where the system has them: ``native/pages.h`` says why."""
+    for tensor in packed.values():
+        if has_values(tensor) and tensor.is_cpu:
+            handle().qcore_cpu_make_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return packed
 
 
 def isas() -> list[str]:

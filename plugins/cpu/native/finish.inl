@@ -1,0 +1,207 @@
+// From sums to results: scales, zero points, bias, rounding.
+
+// In place, as all vector registers are the caller's: a call amid sums would spill them.
+static inline __attribute__((always_inline)) F scales_f(const Weight& w, int64_t i) {
+  F s;
+  if (w.scale_type == E8M0) {
+    // 2^(b - 127): the exponent of a float; 2^-127, b = 0, is the subnormal number with the highest bit of the mantissa.
+    // b = 255 is NaN.
+    const I b = bytes_i((const uint8_t*)w.scale + i);
+    s = from_bits(max_i(add_i(shl_i<23>(b), shl_i<22>(shr_i<8>(add_i(b, set_i(1))))), set_i(0x00400000)));
+  } else {
+    s = widen_f(w.scale, i, w.scale_type);
+  }
+  if (w.divisor != 1.0f) s = div_f(s, set_f(w.divisor));
+  if (w.factor != 1.0f) s = mul_f(s, set_f(w.factor));
+  return s;
+}
+
+// The same where many are read: what all have in common is looked at once.
+struct ScaleVectors {
+  const Weight& w;
+  const void* at;
+  Type type;
+  bool plain;
+  explicit inline ScaleVectors(const Weight& weight)
+      : w(weight), at(weight.scale), type(weight.scale_type),
+        plain(weight.scale_type != E8M0 && weight.divisor == 1.0f && weight.factor == 1.0f) {}
+  inline __attribute__((always_inline)) F operator()(int64_t i) const { return plain ? widen_f(at, i, type) : scales_f(w, i); }
+};
+
+// v with the NaN of arithmetic in place of others: rounding as below keeps that one a NaN.
+static inline F quiet(F v) {
+  const I magnitude = min_i(and_i(bits(v), set_i(0x7fffffff)), set_i(0x7fc00000));
+  return from_bits(or_i(magnitude, and_i(bits(v), set_i((int32_t)0x80000000))));
+}
+static inline float quiet(float v) { return v == v ? v : __builtin_nanf(""); }
+// Its bits, of which the upper half is bfloat16, rounded half to even.
+static inline I rounded_bits(F v) {
+  return add_i(bits(v), add_i(and_i(shr_i<16>(bits(v)), set_i(1)), set_i(0x7fff)));
+}
+
+// bfloat16 in the low half of each lane, rounded half to even: vcvtneps2bf16 would flush denormals. NaN, quiet after any
+// arithmetic, is kept from running over into the sign.
+static inline I bf16_words(F v) {
+  const I magnitude = min_i(and_i(bits(v), set_i(0x7fffffff)), set_i(0x7fc00000));
+  const I odd = and_i(shr_i<16>(magnitude), set_i(1));
+  const I rounded = add_i(magnitude, add_i(odd, set_i(0x7fff)));
+  return shr_i<16>(or_i(rounded, and_i(bits(v), set_i((int32_t)0x80000000))));
+}
+
+static inline void store_result(void* y, int64_t i, Type type, F v) {
+  if (type == F32) store_f((float*)y + i, v);
+  else if (type == BF16) store_words((uint16_t*)y + i, bf16_words(v));
+  else store_fp16((uint16_t*)y + i, v);
+}
+
+#ifdef QCORE_UPPER_WORDS
+static inline void store_bf16(uint16_t* p, F a, F b) {
+#ifdef QCORE_BF16_CONVERSION
+  if (!any_unusual(a, b)) return store_converted(p, a, b);
+#endif
+  store_upper_words(p, rounded_bits(quiet(a)), rounded_bits(quiet(b)));
+}
+#endif
+
+// Two vectors of results.
+static inline void store_two(void* y, int64_t i, Type type, F a, F b) {
+#ifdef QCORE_UPPER_WORDS
+  if (type == BF16) return store_bf16((uint16_t*)y + i, a, b);
+#endif
+  store_result(y, i, type, a);
+  store_result(y, i + LANES, type, b);
+}
+
+template <int H>
+static inline __attribute__((always_inline)) void store_vectors(void* y, int64_t i, Type type, const F (&v)[H]) {
+  for (int h = 0; h + 1 < H; h += 2) store_two(y, i + h * LANES, type, v[h], v[h + 1]);
+  if (H % 2) store_result(y, i + (H - 1) * LANES, type, v[H - 1]);
+}
+
+// Codes, and results at the end of a row, of which `here` are stored.
+template <int H>
+static void __attribute__((noinline))
+finish_part(const Output& out, int64_t row, int64_t column, int64_t here, const F (&v)[H]) {
+  char* y = (char*)out.y + row * out.stride * type_size(out.type);
+  if (out.type == I8) {
+    const float scale = out.scales ? out.scales[row] : out.scale;
+    const I zero = set_i(out.zeros ? out.zeros[row] : out.zero);
+    alignas(64) int8_t codes[COLUMNS];
+    for (int h = 0; h < H; h++) {
+      const F q = max_f(min_f(div_f(v[h], set_f(scale)), set_f(1e6f)), set_f(-1e6f));
+      narrow_i(codes + h * LANES, add_i(round_i(q), zero));
+    }
+    __builtin_memcpy(y + column, codes, (size_t)here);
+  } else {
+    alignas(64) char rounded[COLUMNS * 4];
+    const int size = type_size(out.type);
+    store_vectors<H>(rounded, 0, out.type, v);
+    __builtin_memcpy(y + column * size, rounded, (size_t)here * size);
+  }
+}
+
+// Bias, rounding and bounds for H vectors of results of one row, in registers: they are stored while the next row is summed.
+template <int H>
+static inline __attribute__((always_inline)) void
+finish_vectors(const Output& out, int64_t row, int64_t column, int64_t n, const float* bias, F (&v)[H]) {
+  if (out.bias)
+    for (int h = 0; h < H; h++) v[h] = add_f(v[h], load_f(bias + h * LANES));
+  const bool whole = n - column >= H * LANES;
+  if (out.type != I8 && whole) store_vectors<H>((char*)out.y + row * out.stride * type_size(out.type), column, out.type, v);
+  else finish_part<H>(out, row, column, whole ? H * LANES : n - column, v);
+}
+
+// The same for all columns of a block, in memory.
+static inline void finish_row(const Output& out, int64_t row, int64_t column, int64_t n, const float* bias,
+                              const float* values) {
+  F v[COLUMNS / LANES];
+  for (int h = 0; h < COLUMNS / LANES; h++) v[h] = load_f(values + h * LANES);
+  finish_vectors(out, row, column, n, bias, v);
+}
+
+static inline void read_bias(const Output& out, int64_t column, int64_t n, int columns, float* bias) {
+  int64_t here = n - column < columns ? n - column : columns;
+  if (!out.bias || here < 0) here = 0;
+  if (here) widen((const char*)out.bias + column * type_size(out.bias_type), out.bias_type, here, bias);
+  for (int64_t i = here; i < columns; i++) bias[i] = 0;
+}
+
+static inline float one_scale(const Weight& w, int64_t i) {
+  float s;
+  if (w.scale_type == F32) {
+    s = ((const float*)w.scale)[i];
+  } else if (w.scale_type == E8M0) {
+    const uint32_t b = ((const uint8_t*)w.scale)[i], u = b ? b << 23 : 0x00400000;
+    __builtin_memcpy(&s, &u, 4);
+  } else if (w.scale_type == BF16) {
+    const uint32_t u = (uint32_t)((const uint16_t*)w.scale)[i] << 16;
+    __builtin_memcpy(&s, &u, 4);
+  } else {
+    widen((const uint16_t*)w.scale + i, F16, 1, &s);
+  }
+  if (w.divisor != 1.0f) s /= w.divisor;
+  return w.factor != 1.0f ? s * w.factor : s;
+}
+
+// Scales per channel, and float zero points times `total`, the sum of x, on vectors of sums of one row from vector `first` of
+// block nb on. For weights in groups they are in the sums already.
+template <int H>
+static inline __attribute__((always_inline)) void
+apply_channels(const Weight& w, int64_t nb, int first, float total, F (&v)[H]) {
+  if (w.at.groups > 1) return;
+  for (int h = 0; h < H; h++) {
+    const int64_t at = nb * COLUMNS + (first + h) * LANES;
+    v[h] = mul_f(v[h], scales_f(w, at));
+    if (w.added) v[h] = fma_f(widen_f(w.added, at, w.scale_type), set_f(total), v[h]);
+  }
+}
+
+// Add the products of spikes, in float: value * weight, column by column.
+static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int half, int columns, int row, float* values) {
+  for (int64_t i = 0; i < list.count; i++) {
+    const Spike& spike = list.items[i];
+    if (spike.row != row) continue;
+    const int64_t group = spike.k / (w.at.block * w.at.blocks);
+    for (int c = 0; c < columns; c++) {
+      const int column = half + c;
+      int code;
+      if (w.element == INT8) {
+        code = w.data[(nb * (w.at.packed() / 4) + spike.k / 4) * 128 + column * 4 + spike.k % 4];
+      } else {
+        const uint8_t pair = w.data[(nb * (w.at.packed() / 8) + spike.k / 8) * 128 + column * 4 + spike.k % 4];
+        code = spike.k % 8 < 4 ? pair & 15 : pair >> 4;
+        if (w.element == HALVES4) code = w.whole[code];
+      }
+      const int64_t at = (nb * w.at.groups + group) * COLUMNS + column;
+      code -= w.zero ? w.zero[at] : w.offset;
+      float weight = (float)code * one_scale(w, at);
+      if (w.added) {
+        float added;
+        widen((const char*)w.added + at * type_size(w.scale_type), w.scale_type, 1, &added);
+        weight += added;
+      }
+      values[c] += spike.value * weight;
+    }
+  }
+}
+
+// The sums of row r, vectors of columns from vector `first` on, to results: scales per channel and of the row (`scaled`: of
+// int8 activations), spikes, bias, rounding.
+template <int H>
+static inline __attribute__((always_inline)) void
+finish_sums(const Weight& w, const Output& out, const Rows& x, int64_t nb, int first, int rows, int r, int64_t row0, bool scaled,
+            const float* bias, F (&v)[H]) {
+  float total = 0;
+  if (w.added)
+    for (int64_t b = 0; b < w.folds(); b++) total += x.total[b * rows + r];
+  apply_channels(w, nb, first, total, v);
+  if (scaled)
+    for (int h = 0; h < H; h++) v[h] = mul_f(v[h], set_f(x.scale[r]));
+  if (x.spikes->count) {
+    alignas(64) float values[H * LANES];
+    for (int h = 0; h < H; h++) store_f(values + h * LANES, v[h]);
+    add_spikes(w, *x.spikes, nb, first * LANES, H * LANES, r, values);
+    for (int h = 0; h < H; h++) v[h] = load_f(values + h * LANES);
+  }
+  finish_vectors(out, row0 + r, nb * COLUMNS + first * LANES, w.n, bias, v);
+}
