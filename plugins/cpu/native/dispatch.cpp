@@ -48,7 +48,7 @@ bool has_amx() {
 #elif defined(__linux__)
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  if (!has_avx512vnni() || (d >> 24 & 3) != 3 || !(d >> 22 & 1)) return false;
+  if (!has_avx512vnni() || !__builtin_cpu_supports("avx512bf16") || (d >> 24 & 3) != 3 || !(d >> 22 & 1)) return false;
   constexpr long ASK = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, ASK, TILES) == 0;
 #else

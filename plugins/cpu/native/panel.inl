@@ -18,9 +18,12 @@ static inline F dot_word(F acc, F numbers, uint32_t x, bool) { return fma_f(numb
 #endif
 
 // Two numbers of each column as a pair of bfloat16, `first` in the low half: whole ones of up to 8 bits as they are, others
-// rounded half to even. A NaN among them has to be one that is_quiet.
+// rounded half to even. A NaN among them has to be one that is_quiet. `converted`: the processor rounds them rightly.
 template <bool WHOLE>
-static inline I bf16_pair(F first, F second) {
+static inline I bf16_pair(F first, F second, [[maybe_unused]] bool converted) {
+#ifdef QCORE_BF16_CONVERSION
+  if (!WHOLE && converted) return converted_pairs(first, second);
+#endif
   const I upper = set_i((int32_t)0xffff0000);
   if constexpr (WHOLE) return or_i(shr_i<16>(bits(first)), and_i(bits(second), upper));
   return or_i(shr_i<16>(rounded_bits(first)), and_i(rounded_bits(second), upper));
@@ -32,43 +35,53 @@ static inline bool has_whole_numbers(const Weight& w) {
 }
 
 // Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns]. IN_ORDER: column by
-// column, else 4-bit codes in the order above.
-template <bool PAIRS, bool IN_ORDER, bool WHOLE>
+// column, else 4-bit codes in the order above. ZEROS: columns have zero points of their own, which are subtracted one by one.
+template <bool PAIRS, bool IN_ORDER, bool WHOLE, bool ZEROS>
 static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
   const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
   const bool integer = w.element == INT4 || w.element == INT8;
   const int64_t step = four ? 8 : 4, group = w.at.block * w.at.blocks;
   const uint8_t* codes = w.data + nb * (w.at.packed() / step) * 128 + from / step * 128;
   alignas(64) float table[16];
-  for (int i = 0; i < 16; i++)
+  for (int i = 0; i < 16; i++) {
     table[i] = w.element == HALVES4 ? (float)((int)w.whole[i] - w.offset) : w.element == FLOAT4 ? w.table[i] : (float)i;
+    if (integer && !ZEROS) table[i] -= (float)w.offset;
+  }
   const Numbers numbers = numbers16(table);
-  const I byte = set_i(255);
+  const I byte = set_i(255), offset = set_i(w.offset);
   const auto number_of = [&](I v) {  // of the code in the low bits of each lane
     if (four) return pick(numbers, v);
-    return w.element == FLOAT8 ? number_of_8(w.table, w.formula, v) : to_f(and_i(v, byte));
+    if (w.element == FLOAT8) return number_of_8(w.table, w.formula, v);
+    return to_f(ZEROS ? and_i(v, byte) : sub_i(and_i(v, byte), offset));
   };
+  const ScaleVectors scales(w);
   int64_t known = -1;
+  bool converted = false;  // whether the processor rounds all numbers of the group rightly
   F scale[PANEL_VECTORS], shift[PANEL_VECTORS], added[PANEL_VECTORS];
   for (int64_t k = from; k < from + count; k += step, codes += 128) {
-    if (k / group != known) {  // scale, and what is subtracted before or added after it: zero points, the offset of codes
+    if (k / group != known) {  // scale, and what is subtracted before or added after it: zero points
       known = k / group;
+      converted = w.element == INT4 || w.element == INT8;
       for (int h = 0; h < PANEL_VECTORS; h++) {
         const int64_t at = (nb * w.at.groups + known) * COLUMNS + h * LANES;
-        scale[h] = quiet(scales_f(w, at));
+        scale[h] = quiet(scales(at));
         shift[h] = w.zero ? to_f(bytes_i(w.zero + at)) : set_f(integer ? (float)w.offset : 0.0f);
         added[h] = w.added ? quiet(widen_f(w.added, at, w.scale_type)) : set_f(0);
+#ifdef QCORE_BF16_CONVERSION
+        converted = converted && all_moderate(scale[h]) && all_moderate(added[h]);
+#endif
       }
     }
     for (int h = 0; h < PANEL_VECTORS; h++) {
       const I v = load_i(codes + LANES * 4 * h);
       const auto finished = [&](F code) {
-        return WHOLE ? sub_f(code, shift[h]) : fma_f(sub_f(code, shift[h]), scale[h], added[h]);
+        if (ZEROS) code = sub_f(code, shift[h]);
+        return WHOLE ? code : fma_f(code, scale[h], added[h]);
       };
       const auto put = [&](int64_t pair, F first, F second) {
         const int64_t word = (k - from) / 2 + pair;
         if constexpr (PAIRS) {
-          const I pairs = bf16_pair<WHOLE>(first, second);
+          const I pairs = bf16_pair<WHOLE>(first, second, converted);
           __builtin_memcpy(to + (word * PANEL_VECTORS + h) * LANES * 4, &pairs, LANES * 4);
         } else {
           float* here = (float*)to + (2 * word * PANEL_VECTORS + h) * LANES;
@@ -96,8 +109,10 @@ static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count
 
 template <bool PAIRS, bool IN_ORDER = false>
 static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
-  if (has_whole_numbers(w)) panel_words<PAIRS, IN_ORDER, true>(w, nb, from, count, to);
-  else panel_words<PAIRS, IN_ORDER, false>(w, nb, from, count, to);
+  const bool whole = has_whole_numbers(w);
+  auto words = whole ? panel_words<PAIRS, IN_ORDER, true, false> : panel_words<PAIRS, IN_ORDER, false, false>;
+  if (w.zero) words = whole ? panel_words<PAIRS, IN_ORDER, true, true> : panel_words<PAIRS, IN_ORDER, false, true>;
+  words(w, nb, from, count, to);
 }
 
 // One row of x to packed columns, in the order above.

@@ -104,6 +104,19 @@ static inline I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
 static inline bool any_unusual(F v) { return _mm512_fpclass_ps_mask(v, 0xa1); }  // quiet NaN, subnormal, signaling NaN
 static inline bool any_unusual(F a, F b) { return _mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1); }
 static inline void store_converted(uint16_t* p, F a, F b) { _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(b, a)); }
+// Pairs of a lane of each, `first` in the low half, if both are such numbers.
+static inline I converted_pairs(F first, F second) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), (I)_mm512_cvtne2ps_pbh(second, first));
+}
+// Whether all lanes are 0 or of a magnitude of 2^-100 to 2^100: whole numbers times one, plus another, are 0 or normal.
+static inline bool all_moderate(F v) {
+  const I magnitude = _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff));
+  const I above = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(27 << 23));
+  const __mmask16 inside = _mm512_cmple_epu32_mask(above, _mm512_set1_epi32(200 << 23));
+  return (__mmask16)(inside | _mm512_testn_epi32_mask(magnitude, magnitude)) == 0xffff;
+}
 static inline Words converted_words(F v) { return {_mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(v))}; }
 #endif
 #define QCORE_PAIR_ORDER
