@@ -26,13 +26,17 @@ template <int T> static void amx_load(const void* p, int64_t stride) {
 template <int T> static void amx_store(void* p, int64_t stride) {
   for (int i = 0; i < amx_config.rows[T]; i++) __builtin_memcpy((char*)p + i * stride, amx_tiles[T][i], amx_config.bytes[T]);
 }
-template <int C, int A, int B> static void amx_dot() {  // TDPBSUD: signed bytes of A times unsigned bytes of B
+// TDPBSUD: signed bytes of A times unsigned bytes of B; TDPBSSD: SIGNED ones.
+template <int C, int A, int B, bool SIGNED> static void amx_dot() {
   for (int m = 0; m < amx_config.rows[C]; m++)
     for (int k = 0; k < amx_config.bytes[A] / 4; k++)
       for (int n = 0; n < amx_config.bytes[C] / 4; n++) {
         int32_t sum;
         __builtin_memcpy(&sum, &amx_tiles[C][m][4 * n], 4);
-        for (int i = 0; i < 4; i++) sum += (int8_t)amx_tiles[A][m][4 * k + i] * amx_tiles[B][k][4 * n + i];
+        for (int i = 0; i < 4; i++) {
+          const uint8_t code = amx_tiles[B][k][4 * n + i];
+          sum += (int8_t)amx_tiles[A][m][4 * k + i] * (SIGNED ? (int8_t)code : code);
+        }
         __builtin_memcpy(&amx_tiles[C][m][4 * n], &sum, 4);
       }
 }
@@ -47,8 +51,9 @@ template <int T> static inline void amx_load(const void* p, int64_t stride) {
 template <int T> static inline void amx_store(void* p, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
-template <int C, int A, int B> static inline void amx_dot() {
-  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+template <int C, int A, int B, bool SIGNED> static inline void amx_dot() {
+  if constexpr (SIGNED) __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  else __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 #endif
 
@@ -59,18 +64,22 @@ static int tile_steps(int64_t fold, bool four) {
   return 1;
 }
 
-template <Element E, int D>
+// ZEROS: there are zero points of any kind. 4-bit codes without them are multiplied as signed numbers, which need no sums of
+// x; others less their offset or zero point.
+template <Element E, int D, bool ZEROS>
 static void amx_tile(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows, int count,
                      int64_t row0) {
-  constexpr bool FOUR = E != INT8;
-  const int64_t fold = w.fold, folds_per_group = w.at.block * w.at.blocks / fold;
+  constexpr bool FOUR = E != INT8, SIGNED = FOUR && !ZEROS;
+  const int64_t fold = w.fold, folds_per_group = w.at.block * w.at.blocks / fold, folds = w.folds();
   const int steps = tile_steps(fold, FOUR), digit_rows = count * D;
   const int upper = digit_rows < 16 ? digit_rows : 16, lower = digit_rows - upper;
-  const bool grouped = w.at.groups > 1, zeroed = w.sums && in.mode != DIGITS;
+  const bool grouped = w.at.groups > 1, zeroed = ZEROS && w.sums && in.mode != DIGITS;
   const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
   const I mask = nibble_mask(), table = E == HALVES4 ? table_bytes(w.whole) : mask;
+  const I less = _mm512_set1_epi8((int8_t)w.offset);
+  const ScaleVectors scales(w);
   alignas(64) uint8_t decoded[16 * 128];
-  alignas(64) int32_t acc[AMX_ROWS][COLUMNS];
+  alignas(64) int32_t acc[2][AMX_ROWS][COLUMNS];  // of one fold, and of the one before
   alignas(64) float sum[AMX_ROWS / D][COLUMNS];
   __builtin_memset(sum, 0, sizeof sum);
   // Tiles 0 to 3: accumulators (rows x columns: 0 1 over 2 3), 4 and 5: x, 6 and 7: codes.
@@ -82,85 +91,95 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
   for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)steps, config.bytes[t] = 64;
   if (!lower) config.bytes[2] = config.bytes[3] = config.bytes[5] = 0;
   amx_configure(config);
-  int64_t f = 0;
-  for (int64_t g = 0; g < w.at.groups; g++) {
-    const int64_t parameters = (nb * w.at.groups + g) * COLUMNS;
+  // 1. Products of fold f. Codes of 4 bits become bytes in L1 first, 16 steps of 128 bytes at most.
+  const auto multiply = [&](int64_t f) {
+    amx_zero<0>();
+    amx_zero<1>();
+    if (lower) amx_zero<2>(), amx_zero<3>();
+    for (int64_t k4 = 0; k4 < fold / 4; k4 += steps) {
+      const uint8_t* b = codes;
+      if constexpr (FOUR) {
+        for (int s = 0; s < steps; s += 2, codes += 128) {
+          prefetch(codes + 2048);
+          prefetch(codes + 2048 + 64);
+          for (int h = 0; h < 2; h++) {
+            const I v = load_i(codes + 64 * h);
+            I low = low_nibbles(v, mask), high = high_nibbles(v, mask);
+            if constexpr (E == HALVES4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
+            if constexpr (SIGNED) low = _mm512_sub_epi8(low, less), high = _mm512_sub_epi8(high, less);
+            _mm512_store_si512(decoded + s * 128 + 64 * h, low);
+            _mm512_store_si512(decoded + (s + 1) * 128 + 64 * h, high);
+          }
+        }
+        b = decoded;
+      } else {
+        codes += steps * 128;
+      }
+      const int8_t* q = x.q + f * fold + k4 * 4;
+      amx_load<6>(b, 128);
+      amx_load<4>(q, x.row_step);
+      amx_dot<0, 4, 6, SIGNED>();
+      amx_load<7>(b + 64, 128);
+      amx_dot<1, 4, 7, SIGNED>();
+      if (lower) {
+        amx_load<5>(q + 16 * x.row_step, x.row_step);
+        amx_dot<2, 5, 6, SIGNED>();
+        amx_dot<3, 5, 7, SIGNED>();
+      }
+    }
+  };
+  // 2. Fold f: offset or zero points, digits to one number, scales. In the same order as `tile`, for the same bits.
+  const auto finish = [&](int64_t f) {
+    const int64_t parameters = (nb * w.at.groups + f / folds_per_group) * COLUMNS;
+    const int32_t *sums = x.sum + f * rows * D, *begin = x.begin + f * rows * D;
+    const int32_t(*part)[COLUMNS] = acc[f % 2];
     F scale[2] = {set_f(1), set_f(1)};
     I zero[2] = {set_i(w.offset), set_i(w.offset)};
     for (int h = 0; h < 2; h++) {
-      if (grouped) scale[h] = scales_f(w, parameters + h * LANES);
-      if (w.zero) zero[h] = bytes_i(w.zero + parameters + h * LANES);
+      if (grouped) scale[h] = scales(parameters + h * LANES);
+      if (ZEROS && w.zero) zero[h] = bytes_i(w.zero + parameters + h * LANES);
     }
-    for (int64_t i = 0; i < folds_per_group; i++, f++) {
-      // 1. Products of one fold. Codes of 4 bits become bytes in L1 first, 16 steps of 128 bytes at most.
-      amx_zero<0>();
-      amx_zero<1>();
-      if (lower) amx_zero<2>(), amx_zero<3>();
-      for (int64_t k4 = 0; k4 < fold / 4; k4 += steps) {
-        const uint8_t* b = codes;
-        if constexpr (FOUR) {
-          for (int s = 0; s < steps; s += 2, codes += 128) {
-            prefetch(codes + 2048);
-            prefetch(codes + 2048 + 64);
-            for (int h = 0; h < 2; h++) {
-              const I v = load_i(codes + 64 * h);
-              I low = low_nibbles(v, mask), high = high_nibbles(v, mask);
-              if constexpr (E == HALVES4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
-              _mm512_store_si512(decoded + s * 128 + 64 * h, low);
-              _mm512_store_si512(decoded + (s + 1) * 128 + 64 * h, high);
-            }
-          }
-          b = decoded;
+    for (int r = 0; r < count; r++) {
+      for (int h = 0; h < 2; h++) {
+        I c[D];
+        for (int d = 0; d < D; d++) {
+          c[d] = load_i(&part[r * D + d][h * 16]);
+          if constexpr (ZEROS) c[d] = sub_i(c[d], mul_i(zero[h], set_i(sums[r * D + d])));
+          else if constexpr (!SIGNED) c[d] = add_i(c[d], set_i(begin[r * D + d]));
+        }
+        float* at = &sum[r][h * 16];
+        F v;
+        if constexpr (D == 1) {
+          if (zeroed) c[0] = sub_i(c[0], mul_i(load_i(w.sums + (nb * folds + f) * COLUMNS + h * 16), set_i(x.zero[r])));
+          v = to_f(c[0]);
+          v = grouped ? fma_f(v, scale[h], load_f(at)) : add_f(load_f(at), v);
         } else {
-          codes += steps * 128;
+          v = to_f(add_i(c[0], shl_i<8>(c[1])));
+          if constexpr (D == 3) v = fma_f(to_f(c[2]), set_f(65536.0f), v);
+          const F step = set_f(x.scale[f * rows + r]);
+          v = fma_f(v, grouped ? mul_f(scale[h], step) : step, load_f(at));
         }
-        const int8_t* q = x.q + f * fold + k4 * 4;
-        amx_load<6>(b, 128);
-        amx_load<4>(q, x.row_step);
-        amx_dot<0, 4, 6>();
-        amx_load<7>(b + 64, 128);
-        amx_dot<1, 4, 7>();
-        if (lower) {
-          amx_load<5>(q + 16 * x.row_step, x.row_step);
-          amx_dot<2, 5, 6>();
-          amx_dot<3, 5, 7>();
+        if (ZEROS && w.added && grouped) {
+          const F added = widen_f(w.added, parameters + h * LANES, w.scale_type);
+          v = fma_f(added, set_f(x.total[f * rows + r]), v);
         }
+        store_f(at, v);
       }
-      amx_store<0>(&acc[0][0], COLUMNS * 4);
-      amx_store<1>(&acc[0][16], COLUMNS * 4);
-      if (lower) {
-        amx_store<2>(&acc[16][0], COLUMNS * 4);
-        amx_store<3>(&acc[16][16], COLUMNS * 4);
-      }
-      // 2. Fold: offset or zero points, digits to one number, scales. In the same order as `tile`, for the same bits.
-      const int32_t* sums = x.sum + f * rows * D;
-      for (int r = 0; r < count; r++) {
-        for (int h = 0; h < 2; h++) {
-          I c[D];
-          for (int d = 0; d < D; d++) {
-            c[d] = sub_i(load_i(&acc[r * D + d][h * 16]), mul_i(zero[h], set_i(sums[r * D + d])));
-          }
-          float* at = &sum[r][h * 16];
-          F v;
-          if constexpr (D == 1) {
-            if (zeroed) c[0] = sub_i(c[0], mul_i(load_i(w.sums + (nb * w.folds() + f) * COLUMNS + h * 16), set_i(x.zero[r])));
-            v = to_f(c[0]);
-            v = grouped ? fma_f(v, scale[h], load_f(at)) : add_f(load_f(at), v);
-          } else {
-            v = to_f(add_i(c[0], shl_i<8>(c[1])));
-            if constexpr (D == 3) v = fma_f(to_f(c[2]), set_f(65536.0f), v);
-            const F step = set_f(x.scale[f * rows + r]);
-            v = fma_f(v, grouped ? mul_f(scale[h], step) : step, load_f(at));
-          }
-          if (w.added && grouped) {
-            const F added = widen_f(w.added, parameters + h * LANES, w.scale_type);
-            v = fma_f(added, set_f(x.total[f * rows + r]), v);
-          }
-          store_f(at, v);
-        }
-      }
+    }
+  };
+  // Tiles compute a fold while vectors finish the one before.
+  for (int64_t f = 0; f < folds; f++) {
+    multiply(f);
+    if (f) finish(f - 1);
+    int32_t(*part)[COLUMNS] = acc[f % 2];
+    amx_store<0>(&part[0][0], COLUMNS * 4);
+    amx_store<1>(&part[0][16], COLUMNS * 4);
+    if (lower) {
+      amx_store<2>(&part[16][0], COLUMNS * 4);
+      amx_store<3>(&part[16][16], COLUMNS * 4);
     }
   }
+  finish(folds - 1);
   amx_release();
   alignas(64) float bias[COLUMNS];
   read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
@@ -173,9 +192,11 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
 template <Element E>
 static void amx_of(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows, int count,
                    int digits, int64_t row0) {
-  if (digits == 1) amx_tile<E, 1>(w, in, out, x, nb, rows, count, row0);
-  else if (digits == 2) amx_tile<E, 2>(w, in, out, x, nb, rows, count, row0);
-  else amx_tile<E, 3>(w, in, out, x, nb, rows, count, row0);
+  const bool zeros = w.zero || w.added || w.sums;
+  auto run = zeros ? amx_tile<E, 1, true> : amx_tile<E, 1, false>;
+  if (digits == 2) run = zeros ? amx_tile<E, 2, true> : amx_tile<E, 2, false>;
+  else if (digits == 3) run = zeros ? amx_tile<E, 3, true> : amx_tile<E, 3, false>;
+  run(w, in, out, x, nb, rows, count, row0);
 }
 
 static void amx_product(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows,

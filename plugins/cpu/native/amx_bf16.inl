@@ -27,15 +27,11 @@ template <int C, int A, int B> static inline void amx_dot_bf16() {
 #endif
 
 // As panel_product.
-static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb,
-                          int64_t rows, int64_t row0, char* scratch) {
-  I* numbers = (I*)scratch;
-  float* sums = (float*)(scratch + PANEL_PART * 128);
-  const int64_t packed = w.at.packed();
-  __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
-  for (int64_t from = 0; from < packed; from += PANEL_PART) {
-    const int64_t count = packed - from < PANEL_PART ? packed - from : PANEL_PART;
-    panel_numbers<true>(w, nb, from, count, scratch);
+static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t blocks,
+                      int64_t rows, int64_t row0, char* scratch) {
+  const I* numbers = (const I*)scratch;
+  int shape[3] = {0, 0, 0};  // the tiles that are configured: rows of the upper and lower ones, columns of x
+  panel_parts<true>(w, out, nb, blocks, rows, row0, scratch, [&](int64_t from, int64_t count, float* sums) {
     for (int64_t r = 0; r < rows; r += AMX_ROWS) {
       const int here = (int)(rows - r < AMX_ROWS ? rows - r : AMX_ROWS);
       const int upper = here < 16 ? here : 16, lower = here - upper;
@@ -43,14 +39,17 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
       while (k < count) {  // whole tiles of 32 columns, then what is left: a multiple of 8
         const int wide = count - k >= 32 ? 32 : 8;
         const int64_t end = wide == 32 ? count / 32 * 32 : count;
-        TileConfig config{};
-        config.palette = 1;
-        for (int t = 0; t < 4; t++) config.rows[t] = (uint8_t)(t < 2 ? upper : lower), config.bytes[t] = 64;
-        config.rows[4] = (uint8_t)upper, config.rows[5] = (uint8_t)lower;
-        config.bytes[4] = config.bytes[5] = (uint16_t)(wide * 2);
-        for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)(wide / 2), config.bytes[t] = 64;
-        if (!lower) config.bytes[2] = config.bytes[3] = config.bytes[5] = 0;
-        amx_configure(config);
+        if (shape[0] != upper || shape[1] != lower || shape[2] != wide) {
+          TileConfig config{};
+          config.palette = 1;
+          for (int t = 0; t < 4; t++) config.rows[t] = (uint8_t)(t < 2 ? upper : lower), config.bytes[t] = 64;
+          config.rows[4] = (uint8_t)upper, config.rows[5] = (uint8_t)lower;
+          config.bytes[4] = config.bytes[5] = (uint16_t)(wide * 2);
+          for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)(wide / 2), config.bytes[t] = 64;
+          if (!lower) config.bytes[2] = config.bytes[3] = config.bytes[5] = 0;
+          amx_configure(config);
+          shape[0] = upper, shape[1] = lower, shape[2] = wide;
+        }
         float* y = sums + r * COLUMNS;
         amx_load<0>(y, COLUMNS * 4);
         amx_load<1>(y + 16, COLUMNS * 4);
@@ -74,7 +73,6 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
         if (lower) amx_store<2>(y + 16 * COLUMNS, COLUMNS * 4), amx_store<3>(y + 16 * COLUMNS + 16, COLUMNS * 4);
       }
     }
-  }
+  });
   amx_release();
-  finish_panel(w, out, nb, rows, row0, sums);
 }

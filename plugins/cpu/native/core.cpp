@@ -12,6 +12,8 @@ namespace qcore_cpu {
 namespace {
 
 constexpr int64_t PANEL_BYTES = 768 << 10;    // digits that stay in L2 while all columns pass
+constexpr int64_t PANEL_OF_ROWS = 512;         // rows of numbers, a part of whose columns stays in L2
+constexpr int64_t PANEL_SUMS = 512 << 10;     // bytes of their sums
 constexpr int64_t SCRATCH_BYTES = 32 << 20;   // digits that exist at a time
 constexpr int64_t KEPT_BYTES = 4 << 20;       // scratch that a thread keeps between calls
 constexpr int64_t KEPT_OF_PART = 1 << 20;     // of that for parts of a call
@@ -207,11 +209,19 @@ bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input
       char* to = scratch.data + r * step;
       panel.row(w, row_of(in, row0 + r, to + row), in.type, to);
     });
-    std::vector<char> failed(static_cast<size_t>(columns), 0);
-    each(pool, columns, 1, [&](int64_t nb) {
-      const Scratch own(panel.scratch + rows * COLUMNS * 4);
-      if (!own.data) failed[static_cast<size_t>(nb)] = 1;
-      else panel.run(w, out, scratch.data, step, nb, rows, row0, own.data);
+    const int64_t panels = ceil_div(rows, PANEL_OF_ROWS), size = round_up(ceil_div(rows, panels), 32);
+    // Blocks of columns that share the cached part of a panel: as many as leave each thread two units of work.
+    const int64_t fair = pool.threads < 2 ? columns : ceil_div(columns * panels, 2 * pool.threads);
+    const int64_t beside = std::max<int64_t>(1, std::min(fair, PANEL_SUMS / (size * COLUMNS * 4)));
+    const int64_t sets = ceil_div(columns, beside);
+    std::vector<char> failed(static_cast<size_t>(sets * panels), 0);
+    each(pool, sets * panels, 1, [&](int64_t unit) {
+      const int64_t nb = unit / panels * beside, first = unit % panels * size;
+      const int64_t blocks = std::min(beside, columns - nb), here = std::min(size, rows - first);
+      if (here <= 0) return;
+      const Scratch own(panel.scratch + blocks * here * COLUMNS * 4);
+      if (!own.data) failed[static_cast<size_t>(unit)] = 1;
+      else panel.run(w, out, scratch.data + first * step, step, nb, blocks, here, row0 + first, own.data);
     });
     if (std::find(failed.begin(), failed.end(), 1) != failed.end()) return false;
   }
@@ -235,7 +245,7 @@ bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, c
     }
     char* x = own.data + panel.scratch + rows * COLUMNS * 4;
     for (int64_t r = 0; r < rows; r++) panel.row(w, row_of(in, row0 + r, x + rows * step), in.type, x + r * step);
-    for (int64_t nb = 0; nb < columns; nb++) panel.run(w, out, x, step, nb, rows, row0, own.data);
+    for (int64_t nb = 0; nb < columns; nb++) panel.run(w, out, x, step, nb, 1, rows, row0, own.data);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }

@@ -191,28 +191,38 @@ static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t
   }
 }
 
-// All `rows` rows of x (row_step bytes apart) times block nb, finished and stored from row0 on. `scratch`: PANEL_PART * 128
-// bytes for numbers, then rows * 128 bytes for sums.
-template <bool PAIRS>
-static void panel_product(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t rows,
-                          int64_t row0, char* scratch) {
+// All `rows` rows of x (row_step bytes apart) times `blocks` blocks from nb on, finished and stored from row0 on. `scratch`:
+// PANEL_PART * 128 bytes for numbers, then rows * 128 bytes for the sums of each block. A part of K of all blocks comes
+// before the next: that part of x stays in L2 meanwhile.
+// `part(from, count, sums)` adds the products of one part with the numbers in scratch to the sums of their block.
+template <bool PAIRS, class Part>
+static inline void panel_parts(const Weight& w, const Output& out, int64_t nb, int64_t blocks, int64_t rows, int64_t row0,
+                               char* scratch, const Part& part) {
   float* sums = (float*)(scratch + PANEL_PART * 128);
-  const int64_t packed = w.at.packed();
-  const int most = even_rows(rows, PANEL_ROWS);
-  __builtin_memset(sums, 0, (size_t)rows * COLUMNS * 4);
+  const int64_t packed = w.at.packed(), size = rows * COLUMNS;
+  __builtin_memset(sums, 0, (size_t)(blocks * size) * 4);
   for (int64_t from = 0; from < packed; from += PANEL_PART) {
-    // 1. Numbers of a part of K, which stay in the cache.
     const int64_t count = packed - from < PANEL_PART ? packed - from : PANEL_PART;
-    panel_numbers<PAIRS>(w, nb, from, count, scratch);
-    // 2. Every row meets them; a sum of a part stays in registers.
-    for (int64_t r = 0; r < rows; r += most) {
+    for (int64_t b = 0; b < blocks; b++) {
+      panel_numbers<PAIRS>(w, nb + b, from, count, scratch);  // in the cache
+      part(from, count, sums + b * size);
+    }
+  }
+  for (int64_t b = 0; b < blocks; b++) finish_panel(w, out, nb + b, rows, row0, sums + b * size);
+}
+
+template <bool PAIRS>
+static void panel_product(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t blocks,
+                          int64_t rows, int64_t row0, char* scratch) {
+  const int most = even_rows(rows, PANEL_ROWS);
+  panel_parts<PAIRS>(w, out, nb, blocks, rows, row0, scratch, [&](int64_t from, int64_t count, float* sums) {
+    for (int64_t r = 0; r < rows; r += most) {  // every row meets the numbers; a sum of a part stays in registers
       const PanelTile run = choose_panel<PAIRS, 1>((int)(rows - r < most ? rows - r : most));
       const char* here = (const char*)x + r * row_step + from * (PAIRS ? 2 : 4);
       for (int first = 0; first < PANEL_VECTORS; first += TILE_COLUMNS / LANES)
         run(scratch, PAIRS ? count / 2 : count, here, row_step, first, sums + r * COLUMNS);
     }
-  }
-  finish_panel(w, out, nb, rows, row0, sums);
+  });
 }
 
 // R windows times the columns from vector `first` on, as `panel_tile`; `words` of each of `count` taps.

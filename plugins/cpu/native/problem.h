@@ -151,10 +151,11 @@ struct Panel {
   int from;         // rows from which on it is used for tables of floats
   int integers;     // and for integer codes; 0: never
   int x_size;       // bytes of a packed column of x
-  int64_t scratch;  // bytes for numbers; 128 more for each row
+  int64_t scratch;  // bytes for numbers; 128 more for each row and block of columns
   void (*row)(const Weight&, const void* x, Type type, void* to);
-  void (*run)(const Weight&, const Output&, const void* x, int64_t row_step, int64_t nb, int64_t rows, int64_t row0,
-              char* scratch);
+  // Rows from row0 on, `row_step` bytes apart in x, times `blocks` blocks of columns from nb on.
+  void (*run)(const Weight&, const Output&, const void* x, int64_t row_step, int64_t nb, int64_t blocks, int64_t rows,
+              int64_t row0, char* scratch);
 };
 
 // The kernels of one instruction set.
