@@ -139,9 +139,16 @@ class GemmHopper(FloatProduct[Tokens]):
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
-            U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
+            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
+
+
+def blocks_of_a_turn(bm: int, bits: int) -> int:
+    """Blocks of K in a turn of the kernel's loop: no product runs on from one turn to the next."""
+    if bits == 8:
+        return 4 if bm <= 128 else 2
+    return 2 if bm <= 128 else 1
 
 
 def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool) -> int:
