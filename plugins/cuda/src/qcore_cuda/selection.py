@@ -63,7 +63,8 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
         for record, cost in estimates:
             for choice in _of_record(device, problem, record):
                 kernel, config = choice
-                if kernel.name == record.kernel:  # what it was adapted to otherwise has not been measured
+                # What it was adapted to otherwise has not been measured, nor what is done as a simpler one does it.
+                if kernel.name == record.kernel and kernel.apart(device, problem, config):
                     work = kernel.work(device, problem, config)
                     found.append((cost.microseconds(work, problem, device.sms), choice))
         if found:

@@ -22,7 +22,7 @@ from ..runtime import hopper
 from ..runtime.device import Device
 from ..schedule import TILE_TIMES
 from .base import Int8Product, Operands
-from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_work, tile_choices
+from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_apart, tail_work, tile_choices
 
 
 class W4A8UnitsHopper(Int8Product[Tokens]):
@@ -53,6 +53,9 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
         return tail_work(device, problem, config, 128)
+
+    def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
+        return tail_apart(device, problem, config, 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         assert codes.order == 0, "codes were quantized for another kernel"
