@@ -40,12 +40,14 @@ class Int8Hopper(Int8Product[Columns]):
         """No groups, no zero points of the weight, results of one or two bytes, not scaled by tokens."""
         plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.out_by_token)
         return (
-            plain and problem.rows > 64 and problem.out_dtype.itemsize <= 2
+            plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
-    def rule(self, device: Device, problem: GemmProblem) -> Columns:
-        """The tile with which the last wave wastes least."""
+    def rule(self, device: Device, problem: GemmProblem) -> Columns | None:
+        """The tile with which the last wave wastes least; another kernel for a tile's first half."""
+        if problem.rows <= _ROWS // 2:
+            return None
 
         def cost(bn: int) -> float:
             tiles = -(-problem.rows // _ROWS) * -(-problem.n // bn)

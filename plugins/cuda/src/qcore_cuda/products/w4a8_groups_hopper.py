@@ -46,7 +46,7 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
         small = problem.bits == 4 and problem.grouped and problem.group == problem.step < 128
         plain = problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
-            small and plain and problem.rows > 16 and problem.out_dtype.itemsize <= 2
+            small and plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, 128)
         )  # fmt: skip
 

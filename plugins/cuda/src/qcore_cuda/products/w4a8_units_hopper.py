@@ -38,7 +38,7 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
         plain = problem.zero == NO_ZERO and problem.element == INTEGER and not (problem.x_zero or problem.own_order)
         floats = problem.out_dtype in {torch.bfloat16, torch.float16}
         several = problem.units and parameter_rows(problem) > 1
-        return several and plain and floats and problem.rows > 16 and hopper.fits(device, problem.n, 128)
+        return several and plain and floats and problem.rows > 8 and hopper.fits(device, problem.n, 128)
 
     def rule(self, device: Device, problem: GemmProblem) -> None:
         """Another kernel, unless a measurement says otherwise."""
