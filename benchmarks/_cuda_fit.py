@@ -27,6 +27,9 @@ PARTIAL = {"w4a8_units_hopper"}
 SHARING = {"gemm_hopper", "w4a8_units_hopper", "w4a8_groups_hopper"}
 """Kernels whose programs can share tiles, as the field ``split`` of a configuration says."""
 
+EVEN = 1.04
+"""What the estimates of an even spread are multiplied by: that leads to the best choices for sizes left out."""
+
 Config = tuple[str, tuple[tuple[str, Any], ...]]
 """A kernel's name and the fields of its configuration."""
 Times = dict[tuple[int, int], float]
@@ -78,7 +81,16 @@ def fits(device: Device, problem: GemmProblem, times: dict[Config, Times], least
         whole = found.get((config[0], tuple((name, 1 if name == "split" else v) for name, v in config[1])))
         if config not in found and whole and config[0] in SHARING:
             found[config] = _fit_parts(device, problem, config, measured, whole.cost)
-    return found
+    return {config: _doubted(made) if _is_even(config) else made for config, made in found.items()}
+
+
+def _is_even(config: Config) -> bool:
+    """Whether tiles of the last wave are spread over all programs: the parts of a tile are not alike."""
+    return config[0] in SHARING and dict(config[1])["split"] == 0
+
+
+def _doubted(made: Fitted) -> Fitted:
+    return made._replace(cost=made.cost._replace(coefficients=tuple(float(f"{c * EVEN:.4g}") for c in made.cost.coefficients)))
 
 
 def _fit_parts(device: Device, problem: GemmProblem, config: Config, measured: Times, whole: Cost) -> Fitted:

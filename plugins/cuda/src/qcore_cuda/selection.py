@@ -20,6 +20,10 @@ from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
 
 
+_DOUBT = 1.08
+"""What estimates for more rows than a problem has are multiplied by: others have to be slower by more than that."""
+
+
 @lru_cache(maxsize=8192)
 def choose(device: Device, problem: GemmProblem) -> Choice:
     """The kernel and its configuration for a problem."""
@@ -69,6 +73,7 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
                 # What it was adapted to otherwise has not been measured, nor what is done as a simpler one does it.
                 if kernel.name == record.kernel and kernel.apart(device, like, config):
                     us = cost.microseconds(kernel.work(device, like, config), problem, device.sms)
+                    us *= 1.0 if like is problem else _DOUBT
                     found[choice] = min(us, found.get(choice, us))
         if found:
             return sorted(((us, choice) for choice, us in found.items()), key=lambda pair: pair[0])

@@ -108,32 +108,22 @@ def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share
         left = part * KB // share
         right = (part * KB + KB - 1) // share
         count = counts + 2 * part + WG
-        if KB % share == 0:
-            # 2a. No program has steps of two tiles. The last one waits for the others, which began before it: programs
-            #     begin in the order of their numbers.
-            complete = program == right
-            if complete:
-                await_count(count, right - left)
-                for p in range(left, right, 4):
-                    acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - 1 - p, SIZE, True)
-                gl.store(count, 0)  # ready for the next launch
-            else:
-                put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
-                count_in(count, 1)
-        elif right - left == 1:
-            # 2b. Of two, whoever comes first leaves its part; the second keeps its own in registers and waits for the
-            #     first, which has come and is writing. a + b is b + a: the result does not depend on who came first.
+        if right - left == 1:
+            # 2. Of two, whoever comes first leaves its part; the second keeps its own in registers and waits for the
+            #    first, which has come and is writing. a + b is b + a: the result does not depend on who came first.
             complete = gl.atomic_add(count, 1, sem="acq_rel") % WRITTEN == 1
             if complete:
-                await_count(count, WRITTEN)
+                there = gl.atomic_add(count, 0, sem="acq_rel")
+                while there < WRITTEN:
+                    there = gl.atomic_add(count, 0, sem="acq_rel")
                 acc = add_at(acc, value_at(parts, part + left + right - program, i, j, 2 * HALF, BM), 0, SIZE, True)
-                gl.store(count, 0)
+                gl.store(count, 0)  # ready for the next launch
             else:
                 put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
                 count_in(count, WRITTEN)
         else:
-            # 2c. Of several, the last to come sums the slots in their order, its own part included: again the result
-            #     does not depend on who that was.
+            # 3. Of several, the last to come sums the slots in their order, its own part included: again the result
+            #    does not depend on who that was.
             put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
             complete = count_in(count, 1) == right - left
             if complete:
@@ -149,11 +139,3 @@ def count_in(count, BY: gl.constexpr):
     """Count when all threads of the group have stored; acq_rel makes the stores visible to who reads the count."""
     gl.thread_barrier()
     return gl.atomic_add(count, BY, sem="acq_rel")
-
-
-@gluon.jit
-def await_count(count, wanted):
-    """Wait until a count is as high as ``wanted``."""
-    there = gl.atomic_add(count, 0, sem="acq_rel")
-    while there < wanted:
-        there = gl.atomic_add(count, 0, sem="acq_rel")

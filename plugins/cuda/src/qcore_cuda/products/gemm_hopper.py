@@ -158,7 +158,7 @@ class GemmHopper(FloatProduct[Tokens]):
 def blocks_of_a_turn(bm: int, bits: int) -> int:
     """Blocks of K in a turn of the kernel's loop: no product runs on from one turn to the next."""
     if bits == 8:
-        return 4 if bm <= 128 else 2
+        return 4 if bm in {64, 128} else 2
     return 2 if bm <= 128 else 1
 
 

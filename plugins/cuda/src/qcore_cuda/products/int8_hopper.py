@@ -15,10 +15,12 @@ from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Int8Product, Operands
-from .quantized import arguments_of
+from .quantized import arguments_of, rows_in_memory
 
 _ROWS = 128
 """Tokens of a tile."""
+_LEAST = 8
+"""It takes more rows than that."""
 _WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
 """Relative time of a tile by its columns, with all multiprocessors busy."""
 
@@ -40,7 +42,7 @@ class Int8Hopper(Int8Product[Columns]):
         """No groups, no zero points of the weight, results of one or two bytes, not scaled by tokens."""
         plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.out_by_token)
         return (
-            plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
+            plain and problem.rows > _LEAST and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
@@ -73,7 +75,7 @@ class Int8Hopper(Int8Product[Columns]):
         layout, data, args = gl.NVMMASharedLayout, operands.weight.data, arguments_of(codes, operands, problem)
         (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, args.y.element_size() * 8
         piece = min(64, bn)
-        x = TensorDescriptor(codes.q, [m, wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
+        x = TensorDescriptor(codes.q, [rows_in_memory(codes.q), wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
         w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, p], layout(128, 8, 2))
         tiles = layout(min(128, piece * bits // 8), bits, 2)
         y = TensorDescriptor(args.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)
