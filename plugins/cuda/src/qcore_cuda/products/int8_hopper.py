@@ -19,7 +19,7 @@ from .quantized import arguments_of, rows_in_memory
 
 _ROWS = 128
 """Tokens of a tile."""
-_LEAST = 8
+_LEAST = 64
 """It takes more rows than that."""
 _WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
 """Relative time of a tile by its columns, with all multiprocessors busy."""
