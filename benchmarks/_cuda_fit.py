@@ -90,7 +90,8 @@ def _is_even(config: Config) -> bool:
 
 
 def _doubted(made: Fitted) -> Fitted:
-    return made._replace(cost=made.cost._replace(coefficients=tuple(float(f"{c * EVEN:.4g}") for c in made.cost.coefficients)))
+    more = tuple(float(f"{coefficient * EVEN:.4g}") for coefficient in made.cost.coefficients)
+    return made._replace(cost=made.cost._replace(coefficients=more))
 
 
 def _fit_parts(device: Device, problem: GemmProblem, config: Config, measured: Times, whole: Cost) -> Fitted:

@@ -37,7 +37,10 @@ from qcore_cuda.runtime.device import Device
 from qcore_cuda.tuning import copies, microseconds
 
 START = time.monotonic()
-SHAPES = "4096x1024,2048x4096,4096x4096,4096x6144,2560x9728,14336x4096,4096x14336,5120x13824,8192x8192,3584x18944"
+SHAPES = (
+    "4096x1024,2048x4096,4096x4096,4096x6144,2560x9728,14336x4096,4096x14336,5120x13824,8192x8192,3584x18944,"
+    "5120x1024,11008x2048,16384x3072"
+)
 ROWS = "1,8,16,32,64,128,256,512,1024,2048"
 TABLES = Path(__file__).parent.parent / "plugins" / "cuda" / "src" / "qcore_cuda" / "tables"
 HOPPER = Device(90, False, 132)
@@ -132,16 +135,21 @@ def _times(form: Form, m: int, k: int, n: int, choices: list[Any]) -> tuple[floa
     weights = copies(made.weight)
     several = [made, made._replace(x=made.x[: 3 * m // 4])] if form.codes and 16 < m <= BETWEEN else [made]
     for choice in choices:
-        try:
-            us = max(
-                microseconds([_cuda_forms.call(one._replace(weight=weight), choice) for weight in weights], 3)
-                for one in several
-            )
+        us = _time([[_cuda_forms.call(one._replace(weight=w), choice) for w in weights] for one in several])
+        if isinstance(us, float):
             found.append([choice.product.name, choice.config._asdict(), round(us, 2)])
-        except Exception as error:  # noqa: BLE001 - of one configuration; the others are wanted
-            print(f"left out {form.name} M={m} {k}x{n} {choice}: {first_line(error)}", flush=True)
+        else:
+            print(f"left out {form.name} M={m} {k}x{n} {choice}: {us}", flush=True)
     torch.cuda.empty_cache()
     return round(dense, 2), found
+
+
+def _time(calls: list[list[Any]]) -> float | str:
+    """The longest time, or what went wrong: other configurations are wanted all the same."""
+    try:
+        return max(microseconds(each, 3) for each in calls)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return first_line(error)
 
 
 def _write(path: Path, raw: list[Any], device: Device) -> None:

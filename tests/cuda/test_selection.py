@@ -223,7 +223,7 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
         ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 32}, {"x_dtype": torch.float16}]),
         ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
-        ("a8 w8", "int8_hopper", [{"rows": 8}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),
+        ("a8 w8", "int8_hopper", [{"rows": 64}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),
     ],
 )  # fmt: skip
 def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel, refused):

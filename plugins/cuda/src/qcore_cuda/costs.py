@@ -1,8 +1,8 @@
 """The time of a configuration, estimated for sizes that nobody measured.
 
 A kernel's programs run in rounds, as many at a time as multiprocessors hold. An estimate is a sum, the coefficients of
-which ``benchmarks/cuda_tables.py`` fits to measurements of a dozen sizes, none negative: a constant, a time per round, a
-time per step along K of a round, a time per weight, which is the memory's share, and of kernels that share tiles a
+which ``benchmarks/cuda_tables.py`` fits to measurements of a dozen sizes, none negative: a constant, a time per round,
+a time per step along K of a round, a time per weight, which is the memory's share, and of kernels that share tiles a
 time per part of a tile that has to be added up::
 
     microseconds = c0 + c1 * rounds + c2 * rounds * steps + c3 * N * K / 10**6 + c4 * parts

@@ -19,7 +19,6 @@ from .products.base import Choice, Product
 from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
 
-
 _DOUBT = 1.08
 """What estimates for more rows than a problem has are multiplied by: others have to be slower by more than that."""
 

@@ -19,8 +19,6 @@ from .quantized import arguments_of, rows_in_memory
 
 _ROWS = 128
 """Tokens of a tile."""
-_LEAST = 64
-"""It takes more rows than that."""
 _WAVES = {256: 1.0, 128: 0.54, 64: 0.37}
 """Relative time of a tile by its columns, with all multiprocessors busy."""
 
@@ -42,14 +40,12 @@ class Int8Hopper(Int8Product[Columns]):
         """No groups, no zero points of the weight, results of one or two bytes, not scaled by tokens."""
         plain = problem.bits == 8 and not (problem.grouped or problem.zero or problem.out_by_token)
         return (
-            plain and problem.rows > _LEAST and problem.out_dtype.itemsize <= 2
+            plain and problem.rows > 64 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
-    def rule(self, device: Device, problem: GemmProblem) -> Columns | None:
-        """The tile with which the last wave wastes least; another kernel for a tile's first half."""
-        if problem.rows <= _ROWS // 2:
-            return None
+    def rule(self, device: Device, problem: GemmProblem) -> Columns:
+        """The tile with which the last wave wastes least."""
 
         def cost(bn: int) -> float:
             tiles = -(-problem.rows // _ROWS) * -(-problem.n // bn)
