@@ -64,7 +64,7 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
     """
     for estimates in measured.shipped(device, problem):
         found: dict[Choice, float] = {}
-        more = {rows: replace(problem, rows=rows) for _, _, rows in estimates if rows != estimates[0].rows}
+        more = {rows: replace(problem, rows=rows) for rows in {e.rows for e in estimates} - {estimates[0].rows}}
         for record, cost, rows in estimates:
             like = more.get(rows, problem)
             for choice in _of_record(device, problem, record):
