@@ -24,6 +24,12 @@ CLOSE = 1.02
 PARTIAL = {"w4a8_units_hopper"}
 """Kernels that take only some of a form's weights."""
 
+SHARING = {"gemm_hopper", "w4a8_units_hopper", "w4a8_groups_hopper"}
+"""Kernels whose programs can share tiles, as the field ``split`` of a configuration says."""
+
+EVEN = 1.04
+"""What the estimates of an even spread are multiplied by: that leads to the best choices for sizes left out."""
+
 Config = tuple[str, tuple[tuple[str, Any], ...]]
 """A kernel's name and the fields of its configuration."""
 Times = dict[tuple[int, int], float]
@@ -47,8 +53,8 @@ def kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> di
 
 
 def _kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> dict[Config, Fitted]:
-    usable = {config: measured for config, measured in times.items() if len(measured) >= 5}
-    fitted = {config: fit(device, problem, config, measured) for config, measured in usable.items()}
+    fitted = fits(device, problem, times, 5)
+    usable = {config: times[config] for config in fitted}
     chosen: set[Config] = set()
     for n, k in itertools.product(SIDES, SIDES):
         found = {config: _estimate(device, problem, config, made.cost, n, k) for config, made in fitted.items()}
@@ -63,6 +69,41 @@ def _kept(device: Device, problem: GemmProblem, times: dict[Config, Times]) -> d
     return {config: fitted[config] for config in fitted if config in chosen}
 
 
+def fits(device: Device, problem: GemmProblem, times: dict[Config, Times], least: int) -> dict[Config, Fitted]:
+    """The costs of configurations: of those measured at fewer than ``least`` sizes only if they share tiles.
+
+    Few sizes have so few tiles that eight programs share one. All else of a tile of that size is known from whole ones.
+    """
+    found = {
+        config: fit(device, problem, config, measured) for config, measured in times.items() if len(measured) >= least
+    }
+    for config, measured in times.items():
+        whole = found.get((config[0], tuple((name, 1 if name == "split" else v) for name, v in config[1])))
+        if config not in found and whole and config[0] in SHARING:
+            found[config] = _fit_parts(device, problem, config, measured, whole.cost)
+    return {config: _doubted(made) if _is_even(config) else made for config, made in found.items()}
+
+
+def _is_even(config: Config) -> bool:
+    """Whether tiles of the last wave are spread over all programs: the parts of a tile are not alike."""
+    return config[0] in SHARING and dict(config[1])["split"] == 0
+
+
+def _doubted(made: Fitted) -> Fitted:
+    more = tuple(float(f"{coefficient * EVEN:.4g}") for coefficient in made.cost.coefficients)
+    return made._replace(cost=made.cost._replace(coefficients=more))
+
+
+def _fit_parts(device: Device, problem: GemmProblem, config: Config, measured: Times, whole: Cost) -> Fitted:
+    """The cost of a configuration that differs from ``whole`` in what the parts of a tile cost."""
+    occupancy, known = whole.occupancy, whole.coefficients[:4]
+    rows = np.array([_terms(device, problem, config, occupancy, n, k) for n, k in measured])
+    us, without = np.array(list(measured.values())), rows[:, :4] @ np.array(known)
+    part = max(0.0, float(np.mean((us - without) / np.maximum(1.0, rows[:, 4]))))
+    error = float(np.sqrt(np.mean(((without + rows[:, 4] * part) / us - 1) ** 2)))
+    return Fitted(Cost(occupancy, (*known, float(f"{part:.4g}"))), error)
+
+
 def _portable(config: Config) -> bool:
     """Whether a kernel computes any size with any version of Triton."""
     return "hopper" not in config[0]
@@ -72,10 +113,12 @@ def fit(device: Device, problem: GemmProblem, config: Config, measured: Times) -
     """The cost with the least squares of relative errors; no coefficient is negative."""
     best: Fitted | None = None
     for occupancy in OCCUPANCIES:
-        rows = [_terms(device, problem, config, occupancy, n, k) for n, k in measured]
+        rows = np.array([_terms(device, problem, config, occupancy, n, k) for n, k in measured])
+        if np.ptp(rows[:, 4]) == 0:  # the time of parts that all sizes have in common is part of the constant
+            rows = rows[:, :4]
         us = np.array(list(measured.values()))
-        coefficients = _nonnegative(np.array(rows) / us[:, None], np.ones(len(us)))
-        error = float(np.sqrt(np.mean((np.array(rows) @ coefficients / us - 1) ** 2)))
+        coefficients = _nonnegative(rows / us[:, None], np.ones(len(us)))
+        error = float(np.sqrt(np.mean((rows @ coefficients / us - 1) ** 2)))
         if best is None or error < best.error:
             best = Fitted(Cost(occupancy, tuple(float(f"{c:.4g}") for c in coefficients)), error)
     assert best is not None
@@ -86,13 +129,12 @@ def regrets(device: Device, problem: GemmProblem, times: dict[Config, Times]) ->
     """For each measured size: the time of the choice made without that size, over the best one's."""
     found = []
     for size in sorted({size for measured in times.values() for size in measured}):
-        estimates, truth = {}, {}
-        for config, measured in times.items():
-            others = {other: us for other, us in measured.items() if other != size}
-            if size in measured and len(others) >= 4:
-                cost = fit(device, problem, config, others).cost
-                estimates[config] = _estimate(device, problem, config, cost, *size)
-                truth[config] = measured[size]
+        others = {
+            config: {other: us for other, us in measured.items() if other != size} for config, measured in times.items()
+        }
+        made = fits(device, problem, {config: left for config, left in others.items() if left}, 4)
+        truth = {config: measured[size] for config, measured in times.items() if size in measured and config in made}
+        estimates = {config: _estimate(device, problem, config, made[config].cost, *size) for config in truth}
         if truth:
             found.append(truth[min(estimates, key=lambda config: estimates[config])] / min(truth.values()))
     return found
@@ -100,7 +142,10 @@ def regrets(device: Device, problem: GemmProblem, times: dict[Config, Times]) ->
 
 def _estimate(device: Device, problem: GemmProblem, config: Config, cost: Cost, n: int, k: int) -> float:
     found = _terms(device, problem, config, cost.occupancy, n, k)
-    return math.fsum(c * t for c, t in zip(cost.coefficients, found, strict=True))
+    product = product_of(problem.codes, config[0])
+    if not product.apart(device, problem, product.config(**dict(config[1]))):
+        return math.inf
+    return math.fsum(c * t for c, t in zip(cost.coefficients, found, strict=False))
 
 
 def _terms(device: Device, problem: GemmProblem, config: Config, occupancy: int, n: int, k: int) -> Any:

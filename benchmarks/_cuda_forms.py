@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,10 +136,14 @@ def product_of(codes: bool, kernel: str) -> Any:
     return next(p for p in (INT8_PRODUCTS if codes else FLOAT_PRODUCTS) if p.name == kernel)
 
 
+def rotations(nbytes: int) -> int:
+    """How many copies of so many bytes take twice the second-level cache: none is there when its turn comes."""
+    return max(2, min(96, math.ceil(2 * torch.cuda.get_device_properties(0).L2_cache_size / nbytes)))
+
+
 def rotating_floats(n: int, k: int) -> list[torch.Tensor]:
-    """bfloat16 weights ``(n, k)``, so many that together they exceed the second-level cache."""
-    count = max(1, min(6, 1 + 2**27 // (k * n)))
-    return [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    """bfloat16 weights ``(n, k)``, as many as `rotations` says."""
+    return [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(rotations(2 * n * k))]
 
 
 def compiled_as(choice: Choice, m: int) -> tuple[Any, ...]:

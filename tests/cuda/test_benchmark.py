@@ -181,3 +181,34 @@ def test_the_sweep_counts_and_names_slow_cells(monkeypatch):
         "Worst: 0.94 64x32 w8a8 M=256: 106.0 us, bfloat16 100.0 us",
     ]
     assert result.summary() in result.text()
+
+
+def test_costs_are_found_again_from_times(monkeypatch):
+    """Also of a way to share tiles that few sizes have, whose other coefficients are those of whole tiles."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    fit = importlib.import_module("_cuda_fit")
+    forms = importlib.import_module("_cuda_forms")
+    from qcore_cuda.costs import Cost
+    from qcore_cuda.runtime.device import Device
+
+    device, problem = Device(90, False, 132), forms.problem_of(forms.Form(False, 4, 128), 64, 512, 1024)
+    sizes = [(n, k) for n in (1024, 2048, 4096, 9728, 18944) for k in (2048, 4096, 8192)]
+    truth = {
+        ("gemm_hopper", (("bm", 64), ("split", 1))): (Cost(1, (3.0, 1.0, 0.5, 0.03, 0.0)), sizes),
+        ("gemm_hopper", (("bm", 64), ("split", 8))): (Cost(1, (3.0, 1.0, 0.5, 0.03, 0.4)), sizes[:2]),
+        ("gemm_hopper", (("bm", 64), ("split", 0))): (Cost(1, (3.0, 1.0, 0.5, 0.03, 0.7)), sizes),
+        ("dense", ()): (Cost(1, (6.0, 0.0, 0.0, 1.6, 0.0)), sizes),
+    }
+    times = {
+        config: {size: fit._estimate(device, problem, config, cost, *size) for size in those}
+        for config, (cost, those) in truth.items()
+    }
+    times = {config: {size: us for size, us in found.items() if us < 1e9} for config, found in times.items()}
+    made = fit.fits(device, problem, times, 5)
+    assert made.keys() == truth.keys()
+    for config, found in times.items():
+        doubt = fit.EVEN if config[1][-1:] == (("split", 0),) else 1.0
+        for size, us in found.items():
+            assert fit._estimate(device, problem, config, made[config].cost, *size) == pytest.approx(
+                doubt * us, rel=0.01
+            )

@@ -106,3 +106,17 @@ def test_given_parameters_per_token_and_codes_as_they_are():
     assert_codes(codes.q, x, scale[:, None], zero[:, None].float())
     whole = torch.randint(-128, 128, (3, 20), dtype=torch.int8)
     assert torch.equal(quantize_given(whole, scale, zero).q[:, :20], whole)
+
+
+def test_memory_for_codes_has_whole_tiles(interpreter):
+    from qcore_cuda.products.quantized import quantize_rows, rows_in_memory
+
+    x = torch.randn(130, 100, generator=torch.Generator().manual_seed(0))
+    for rows, held in ((1, 1), (8, 8), (9, 128), (128, 128), (130, 256)):
+        codes = quantize_rows(x[:rows], symmetric=True).q
+        assert codes.shape == (rows, 128)
+        assert codes.is_contiguous()
+        assert rows_in_memory(codes) == held
+    codes = quantize_rows(x[:20], symmetric=True).q
+    assert rows_in_memory(codes[4:]) == 16, "memory ends before a whole tile does"
+    assert rows_in_memory(codes.clone()) == 20

@@ -172,7 +172,31 @@ def test_estimates_choose_without_jumps_between_sizes(gluon, name):
             for larger in ((2 * n, k), (n, 2 * k)):
                 if larger in times:
                     growth = times[larger][0][0] / found[0][0]
-                    assert 0.97 < growth < 2.5, (rows, n, k, larger, growth)
+                    assert 0.95 < growth < 2.5, (rows, n, k, larger, growth)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_more_rows_have_no_faster_choice(gluon, name):
+    """On a dense grid from the smallest weights on that were measured: what is known for more rows is not forgotten."""
+    from qcore_cuda.selection import estimated
+
+    for n, k in ((n, k) for n, k in itertools.product(SIDES, SIDES) if n * k >= 1 << 22):
+        problems = [replace(FORMS[name], n=n, k=k, rows=rows) for rows in ROWS if rows >= 16]
+        best = [estimated(HOPPER, problem)[0] for problem in problems]
+        for problem, (us, _), (more, choice) in zip(problems, best, best[1:], strict=False):
+            assert us <= 1.1 * more or not choice.product.serves(HOPPER, problem), (problem.rows, n, k, us, more)
+
+
+def test_tiles_that_cannot_be_split_are_no_choice_of_their_own(gluon):
+    from qcore_cuda.products.gemm_hopper import GEMM_HOPPER, Tokens
+    from qcore_cuda.schedule import SPLITS
+
+    problem = float_form(rows=256)  # 64 tiles of 128 tokens
+    assert [split for split in SPLITS if GEMM_HOPPER.apart(HOPPER, problem, Tokens(128, split))] == [1, 2, 0]
+    works = {split: GEMM_HOPPER.work(HOPPER, problem, Tokens(128, split)) for split in SPLITS}
+    assert [works[split].parts for split in (1, 2, 4)] == [0, 2, 0]
+    assert 1 < works[0].parts < 4  # programs with the end of a tile and the beginning of another
+    assert works[1].steps == 2 * works[2].steps == 32
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "a8 w8-g64"])
@@ -197,8 +221,8 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
         ("w4-g32", "gemm_hopper", [{"n": 4100}, {"x_dtype": torch.float32}, {"group": 96}]),
         ("w4-g64", "gemm_hopper", [{"element": "e2m1", "scale": torch.uint8, "x_dtype": torch.float16}]),
         ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 32}, {"x_dtype": torch.float16}]),
-        ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 32}]),
-        ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 16}]),
+        ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
+        ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w8", "int8_hopper", [{"rows": 64}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),
     ],
 )  # fmt: skip

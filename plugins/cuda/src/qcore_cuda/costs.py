@@ -1,10 +1,11 @@
 """The time of a configuration, estimated for sizes that nobody measured.
 
 A kernel's programs run in rounds, as many at a time as multiprocessors hold. An estimate is a sum, the coefficients of
-which ``benchmarks/cuda_tables.py`` fits to measurements of ten sizes, none negative: a constant, a time per round, a
-time per step along K of a round, and a time per weight, which is the memory's share::
+which ``benchmarks/cuda_tables.py`` fits to measurements of a dozen sizes, none negative: a constant, a time per round,
+a time per step along K of a round, a time per weight, which is the memory's share, and of kernels that share tiles a
+time per part of a tile that has to be added up::
 
-    microseconds = c0 + c1 * rounds + c2 * rounds * steps + c3 * N * K / 10**6
+    microseconds = c0 + c1 * rounds + c2 * rounds * steps + c3 * N * K / 10**6 + c4 * parts
 
 Everything here is a pure function of sizes, so that tests can check choices for a dense grid of sizes without a GPU.
 """
@@ -25,18 +26,21 @@ from .problem import GemmProblem
 class Work(NamedTuple):
     """The work of a launch.
 
-    **Fields:** ``programs``; ``steps``: along K, of one program, in units that a kernel chooses.
+    **Fields:** ``programs``; ``steps``: along K, of one program, in units that a kernel chooses; ``parts``: of a tile
+    that programs share, each of which computes one; 0 if there is no such tile.
     """
 
     programs: float
     steps: float
+    parts: float = 0.0
 
 
 class Cost(NamedTuple):
     """How the time of a configuration grows with its work.
 
     **Fields:** ``occupancy``: programs that a multiprocessor runs at a time; 0 if rounds need not be whole, because
-    multiprocessors take up programs as others end; ``coefficients``: c0 to c3 of the formula, in microseconds.
+    multiprocessors take up programs as others end; ``coefficients``: c0 to c3 of the formula, and c4 if the kernel
+    shares tiles, in microseconds.
     """
 
     occupancy: int
@@ -44,15 +48,15 @@ class Cost(NamedTuple):
 
     def microseconds(self, work: Work, problem: GemmProblem, sms: int) -> float:
         """The estimate for a problem on a GPU with ``sms`` multiprocessors."""
-        found = zip(self.coefficients, terms(work, problem.n, problem.k, self.occupancy, sms), strict=True)
+        found = zip(self.coefficients, terms(work, problem.n, problem.k, self.occupancy, sms), strict=False)
         return sum(coefficient * term for coefficient, term in found)
 
 
-def terms(work: Work, n: int, k: int, occupancy: int, sms: int) -> tuple[float, float, float, float]:
+def terms(work: Work, n: int, k: int, occupancy: int, sms: int) -> tuple[float, float, float, float, float]:
     """The factors of the coefficients."""
     rounds = work.programs / (sms * max(1, occupancy))
     rounds = max(1.0, float(math.ceil(rounds)) if occupancy else rounds)
-    return 1.0, rounds, rounds * work.steps, n * k / 1e6
+    return 1.0, rounds, rounds * work.steps, n * k / 1e6, work.parts
 
 
 def forms(problem: GemmProblem) -> Iterator[str]:

@@ -20,6 +20,7 @@ from .problem import GemmProblem
 from .runtime.device import Device
 
 _HERE = Path(__file__).parent
+FURTHER = 8
 
 
 class Record(NamedTuple):
@@ -30,10 +31,11 @@ class Record(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """**Fields:** ``record``: a kernel and its configuration; ``cost``: of a problem's work."""
+    """**Fields:** ``record``: a kernel and its configuration; ``cost``: of a problem's work with so many ``rows``."""
 
     record: Record
     cost: Cost
+    rows: int
 
 
 @lru_cache(maxsize=8)
@@ -45,7 +47,7 @@ def _table(arch: int, activations: str) -> dict[str, dict[int, list[Estimate]]]:
     found: dict[str, dict[int, list[Estimate]]] = {}
     for line in json.loads(path.read_text("utf-8")).get(activations, []):
         cost = Cost(line["occupancy"], tuple(line["us"]))
-        estimate = Estimate(Record(line["kernel"], line["config"]), cost)
+        estimate = Estimate(Record(line["kernel"], line["config"]), cost, line["rows"])
         found.setdefault(line["form"], {}).setdefault(line["rows"], []).append(estimate)
     return found
 
@@ -53,14 +55,17 @@ def _table(arch: int, activations: str) -> dict[str, dict[int, list[Estimate]]]:
 def shipped(device: Device, problem: GemmProblem) -> Iterator[list[Estimate]]:
     """What the architecture's table holds for a problem's form and number of rows, then for the nearest forms.
 
-    A number of rows that was not measured uses the next larger one that was.
+    A number of rows that was not measured uses the next larger one that was. What was measured with up to `FURTHER`
+    times as many comes along: fewer rows take a kernel no longer, and what is the fastest for many may be for fewer,
+    too. (Kernels for up to eight rows have code of their own for one.)
     """
     table = _table(device.arch, problem.activations) if device.arch else {}
     for form in dict.fromkeys(forms(problem)):
         by_rows = table.get(form, {})
-        rows = min((m for m in by_rows if m >= (problem.split_rows or problem.rows)), default=0)
+        rows = sorted(m for m in by_rows if m >= (problem.split_rows or problem.rows))
         if rows:
-            yield by_rows[rows]
+            most = rows[0] if problem.split_rows or problem.rows <= 8 else rows[0] * FURTHER
+            yield [estimate for m in rows if m <= most for estimate in by_rows[m]]
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ measured while a model runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,9 @@ from .problem import GemmProblem
 from .products.base import Choice, Product
 from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
+
+_DOUBT = 1.08
+"""What estimates for more rows than a problem has are multiplied by: others have to be slower by more than that."""
 
 
 @lru_cache(maxsize=8192)
@@ -59,15 +63,19 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
     They are those of the problem's own form, or of the nearest one that has kernels for it.
     """
     for estimates in measured.shipped(device, problem):
-        found = []
-        for record, cost in estimates:
+        found: dict[Choice, float] = {}
+        more = {rows: replace(problem, rows=rows) for rows in {e.rows for e in estimates} - {estimates[0].rows}}
+        for record, cost, rows in estimates:
+            like = more.get(rows, problem)
             for choice in _of_record(device, problem, record):
                 kernel, config = choice
-                if kernel.name == record.kernel:  # what it was adapted to otherwise has not been measured
-                    work = kernel.work(device, problem, config)
-                    found.append((cost.microseconds(work, problem, device.sms), choice))
+                # What it was adapted to otherwise has not been measured, nor what is done as a simpler one does it.
+                if kernel.name == record.kernel and kernel.apart(device, like, config):
+                    us = cost.microseconds(kernel.work(device, like, config), problem, device.sms)
+                    us *= 1.0 if like is problem else _DOUBT
+                    found[choice] = min(us, found.get(choice, us))
         if found:
-            return sorted(found, key=lambda pair: pair[0])
+            return sorted(((us, choice) for choice, us in found.items()), key=lambda pair: pair[0])
     return []
 
 

@@ -27,11 +27,11 @@ C = TypeVar("C")
 Call = Callable[[], Any]
 _MICROSECONDS = 600.0
 """The approximate duration of one replay."""
-_MOST_COPIES = 32
+_MOST_COPIES = 96
 
 
 def copies(weight: Weight) -> list[Weight]:
-    """The weight and copies of it, together three times as large as the L2 cache (at most 32)."""
+    """The weight and copies of it, together three times as large as the L2 cache (at most 96)."""
     cache = torch.cuda.get_device_properties(weight.data.device).L2_cache_size
     count = min(_MOST_COPIES, max(1, math.ceil(3 * cache / weight.data.nbytes)))
     parts = ("data", "scale", "zero")

@@ -26,6 +26,8 @@ _EXACT_K = {False: 1 << 16, True: 1 << 15}
 """Up to this K the products of one group fit int32; True: if factors are differences of int8 codes and zero points."""
 _EARLY = 32
 """Up to this many rows, a product starts to read weights while the rows are quantized, if kernels may overlap."""
+CODE_ROWS = 128
+"""Memory for codes has a multiple of so many rows: kernels may read whole tiles of it, whatever is there."""
 _UNSCALED = 1 << 24
 """Steps per group if there is one group: more than any K has."""
 
@@ -59,8 +61,10 @@ def quantize_rows(
 def _room(
     empty: Empty, m: int, k: int, kind: int, total: bool, device: torch.device, dtype: torch.dtype = torch.int8
 ) -> Any:
-    """Uninitialized codes, scale, zero and total."""
-    q, s = empty((m, columns_of_codes(k)), dtype, device), empty((m,), torch.float32, device)
+    """Uninitialized codes, scale, zero and total; codes of more than a few rows have room for `CODE_ROWS`."""
+    rows = -(-m // CODE_ROWS) * CODE_ROWS if m > 8 else m
+    q = empty((rows, columns_of_codes(k)), dtype, device)[:m]
+    s = empty((m,), torch.float32, device)
     z = empty((m,), torch.float32, device) if kind != SYMMETRIC else None
     return q, s, z, empty((m,), torch.int32, device) if total else None
 

@@ -18,6 +18,10 @@ WIDEST: gl.constexpr = gl.constexpr(128)
 """The most columns of an int8 ``wgmma`` that Triton issues and that a register layout can have."""
 
 
+WRITTEN = gl.constexpr(1 << 16)
+"""What the count of a shared tile grows by when a part is in memory."""
+
+
 @gluon.jit
 def ring(STAGES: gl.constexpr, READERS: gl.constexpr):
     """The barriers (full, empty) of STAGES stages that one warp or warpgroup fills and READERS warpgroups read."""
@@ -86,7 +90,7 @@ def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
 
 @gluon.jit
 def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
-    """Leave a warpgroup's part of a tile's sums for other programs; the last one to come adds up all parts.
+    """Leave a warpgroup's part of a tile's sums for another program, or add up all parts.
 
     Of two warpgroups, acc has half of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
     """
@@ -97,24 +101,41 @@ def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share
     SIZE: gl.constexpr = 2 * HALF * BM
     complete = end - begin == KB
     if not complete:
-        # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one.
+        # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one. Each group
+        #    has its own counter: groups never wait for each other. Along the line of steps the part or the program
+        #    grows at each boundary, so part + program is a slot of its own.
         part = tile - waves * programs
         left = part * KB // share
         right = (part * KB + KB - 1) // share
-        # 2. Leave the part. Along the line of steps the part or the program grows at each boundary, so part + program
-        #    is a slot of its own.
-        put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
-        # 3. Count. All threads of the group have stored before one of them counts; acq_rel makes the stores visible to
-        #    the group that counts last. Each group has its own counter: groups never wait for each other.
-        gl.thread_barrier()
         count = counts + 2 * part + WG
-        complete = gl.atomic_add(count, 1, sem="acq_rel") == right - left
-        if complete:
-            # 4. The last one sums the slots in their order, this group's own part included: the result does not depend
-            #    on who came last.
-            acc = zeros_like(acc, True)
-            for p in range(left, right + 1, 4):
-                acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - p, SIZE, True)
-            # 5. Ready for the next launch.
-            gl.store(count, 0)
+        if right - left == 1:
+            # 2. Of two, whoever comes first leaves its part; the second keeps its own in registers and waits for the
+            #    first, which has come and is writing. a + b is b + a: the result does not depend on who came first.
+            complete = gl.atomic_add(count, 1, sem="acq_rel") % WRITTEN == 1
+            if complete:
+                there = gl.atomic_add(count, 0, sem="acq_rel")
+                while there < WRITTEN:
+                    there = gl.atomic_add(count, 0, sem="acq_rel")
+                acc = add_at(acc, value_at(parts, part + left + right - program, i, j, 2 * HALF, BM), 0, SIZE, True)
+                gl.store(count, 0)  # ready for the next launch
+            else:
+                put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
+                count_in(count, WRITTEN)
+        else:
+            # 3. Of several, the last to come sums the slots in their order, its own part included: again the result
+            #    does not depend on who that was.
+            put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
+            complete = count_in(count, 1) == right - left
+            if complete:
+                acc = zeros_like(acc, True)
+                for p in range(left, right + 1, 4):
+                    acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - p, SIZE, True)
+                gl.store(count, 0)
     return acc, complete
+
+
+@gluon.jit
+def count_in(count, BY: gl.constexpr):
+    """Count when all threads of the group have stored; acq_rel makes the stores visible to who reads the count."""
+    gl.thread_barrier()
+    return gl.atomic_add(count, BY, sem="acq_rel")

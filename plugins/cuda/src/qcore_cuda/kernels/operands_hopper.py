@@ -94,6 +94,11 @@ def _commas(letter, outs, ins):
 
 
 @gluon.constexpr_function
+def _pair_constraints(numbers):
+    return ",".join(["=&h", "=&h", "r", *["h"] * numbers])
+
+
+@gluon.constexpr_function
 def _pair(register, source, order, kind, offset, scale, summand):
     """PTX: two nibbles u, bytes of ``source``, to a register with a pair of 16-bit floats.
 
@@ -151,8 +156,8 @@ def _table_of_halves(element, half, scaled, zero, apart):
 def _table_of_pairs(element, half, scaled, zero):
     """`_unpack_pairs` for tables."""
     kind = "f16x2" if half else "bf16x2"
-    text = f"{{ .reg .b32 p, q, s, w; {declared(element, half)}cvt.u32.u16 w, $2; "
-    text += bytes_text("w", ("p",), element, half)
+    text = f"{{ .reg .b32 p, q, s; {declared(element, half)}"
+    text += bytes_text("$2", ("p",), element, half)
     if scaled or zero == 2:
         text += "mov.b32 s, {$3, $3}; "
         if zero == 2:
@@ -207,20 +212,21 @@ def _unpack_halves(half, scaled, zero, element="int", apart=False):
 
 @gluon.constexpr_function
 def _unpack_pairs(half, scaled, zero, element="int"):
-    """PTX: a pair $2 of int8 to two floats $0, $1, less $3 (INT zero points), scaled, plus the FLOAT zero point.
+    """PTX: a pair of int8 to two floats $0, $1, less $3 (INT zero points), scaled, plus the FLOAT zero point.
 
+    The pair is the lower half of the word $2: a load of two bytes fills a word, and taking it as two would cost a move.
     bfloat16 holds 7 bits below the exponent of 128, so the sign's bit is cleared in the one that is subtracted from and
     alone in the other: there it makes 256 of 128.
     """
     if element != "int":
         return _table_of_pairs(element, half, scaled, zero)
     kind, rounding = ("f16x2", "") if half else ("bf16x2", ".rn")
-    text = "{ .reg .b32 p, q, s; cvt.u32.u16 p, $2; "
+    text = "{ .reg .b32 p, q, s; "
     if half:
-        text += "xor.b32 p, p, 0x8080; prmt.b32 p, p, 0x64646464, 0x4140; mov.b32 q, 0x64806480; sub.f16x2 p, p, q; "
+        text += "xor.b32 p, $2, 0x8080; prmt.b32 p, p, 0x64646464, 0x4140; mov.b32 q, 0x64806480; sub.f16x2 p, p, q; "
     else:
-        text += "prmt.b32 p, p, 0x43434343, 0x4140; and.b32 q, p, 0xFF80FF80; and.b32 p, p, 0xFF7FFF7F; "
-        text += "sub.rn.bf16x2 p, p, q; "
+        text += "prmt.b32 p, $2, 0, 0x4140; lop3.b32 q, p, 0x00800080, 0x43004300, 0xEA; "
+        text += "lop3.b32 p, p, 0x007F007F, 0x43004300, 0xEA; sub.rn.bf16x2 p, p, q; "
     if zero == 1:
         text += f"mov.b32 q, {{$3, $3}}; sub{rounding}.{kind} p, p, q; "
     if scaled or zero == 2:
@@ -317,8 +323,9 @@ def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constex
         z = z[:, None].broadcast_to(b.shape)
     NUMBERS: gl.constexpr = (1 if SCALED or ZERO == 2 else 0) + (1 if ZERO else 0)
     p, q = gl.inline_asm_elementwise(
-        ASM, _commas("h", 2, 1 + NUMBERS), _arguments(b, s, z, SCALED, ZERO), dtype=_times(DT, 2), is_pure=True, pack=1
-    )
+        ASM, _pair_constraints(NUMBERS), _arguments(b.to(gl.int32), s, z, SCALED, ZERO), dtype=_times(DT, 2),
+        is_pure=True, pack=1,
+    )  # fmt: skip
     return gl.convert_layout(gl.join(p, q).reshape([ROWS, 64]), DOT, assert_trivial=True)
 
 

@@ -44,6 +44,11 @@ class Product(ABC, Generic[C]):
     def work(self, device: Device, problem: GemmProblem, config: C) -> Work:
         """The work of a launch, for `Cost.microseconds`."""
 
+    def apart(self, device: Device, problem: GemmProblem, config: C) -> bool:
+        """Whether a configuration is computed in another way than a simpler one, for this problem."""
+        del device, problem, config
+        return True
+
     def adapted(self, problem: GemmProblem, config: C) -> Choice | None:
         """The choice for a configuration, which may have been measured for another size; None if it cannot run."""
         del problem

@@ -57,7 +57,15 @@ def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int
     blocks = -(-problem.k // columns)
     waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm), blocks, config.split, device.sms)
     rounds = waves + (share > 0)
-    return Work(rounds * device.sms, (waves * blocks + share) / rounds)
+    # A tile begins anywhere in a program's share, unless it is a whole number of shares.
+    parts = 0.0 if not share else blocks / share if blocks % share == 0 else blocks / share + 1
+    return Work(rounds * device.sms, (waves * blocks + share) / rounds, parts)
+
+
+def tail_apart(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> bool:
+    """`Product.apart` with `tail_spread`: tiles that cannot be split are computed as those that need not be."""
+    tiles, blocks = tiles_of(problem.n, problem.rows, config.bm), -(-problem.k // columns)
+    return config.split == 1 or tail_spread(tiles, blocks, config.split, device.sms).share > 0
 
 
 def tiles_of(n: int, m: int, bm: int) -> int:
@@ -87,6 +95,9 @@ class GemmHopper(FloatProduct[Tokens]):
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
         return tail_work(device, problem, config, 128)
+
+    def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
+        return tail_apart(device, problem, config, 128)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
@@ -139,9 +150,16 @@ class GemmHopper(FloatProduct[Tokens]):
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
-            U=1 if bm > 128 and bits == 4 else 2, SPREAD=left > 0, **options(device, 4),
+            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, **options(device, 4),
         )  # fmt: skip
         return y
+
+
+def blocks_of_a_turn(bm: int, bits: int) -> int:
+    """Blocks of K in a turn of the kernel's loop: no product runs on from one turn to the next."""
+    if bits == 8:
+        return 4 if bm in {64, 128} else 2
+    return 2 if bm <= 128 else 1
 
 
 def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool) -> int:

@@ -15,7 +15,7 @@ from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Int8Product, Operands
-from .quantized import arguments_of
+from .quantized import arguments_of, rows_in_memory
 
 _ROWS = 128
 """Tokens of a tile."""
@@ -71,7 +71,7 @@ class Int8Hopper(Int8Product[Columns]):
         layout, data, args = gl.NVMMASharedLayout, operands.weight.data, arguments_of(codes, operands, problem)
         (m, wide), n, p, bn, bits = codes.q.shape, problem.n, problem.step, config.bn, args.y.element_size() * 8
         piece = min(64, bn)
-        x = TensorDescriptor(codes.q, [m, wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
+        x = TensorDescriptor(codes.q, [rows_in_memory(codes.q), wide], [wide, 1], [_ROWS, p], layout(128, 8, 2))
         w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, p], layout(128, 8, 2))
         tiles = layout(min(128, piece * bits // 8), bits, 2)
         y = TensorDescriptor(args.y, [m, n], [n, 1], [_ROWS // 2, piece], tiles)

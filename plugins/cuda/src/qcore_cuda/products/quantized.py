@@ -10,7 +10,7 @@ from torch import Tensor
 from qcore_triton import host
 from qcore_triton.codes import Codes, Given, Mode, columns_of_codes, mode_of
 from qcore_triton.geometry import power_of_two
-from qcore_triton.host import End
+from qcore_triton.host import CODE_ROWS, End
 
 from ..problem import GemmProblem
 from ..runtime.device import Device, device_of
@@ -65,6 +65,15 @@ def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem) -> Int8
         "XZERO": codes.zero is not None, **end.meta,
     }  # fmt: skip
     return Int8Arguments(y, *host.operands(codes, weight, sums), end, blocks, form)
+
+
+def rows_in_memory(q: Tensor) -> int:
+    """Rows of codes up to a multiple of `CODE_ROWS`, if memory has so many; results for those behind are not stored.
+
+    Copies of tiles that end behind the last row are slower than those of whole tiles.
+    """
+    rows, room = -(-len(q) // CODE_ROWS) * CODE_ROWS, q.untyped_storage().nbytes() // q.element_size()
+    return rows if q.storage_offset() + rows * q.stride(0) <= room else len(q)
 
 
 def x_sums(codes: Codes, args: Int8Arguments, device: Device) -> Tensor:

@@ -21,7 +21,7 @@ from ..runtime.launch import launch
 from ..runtime.replay import empty, tracked
 from ..schedule import tail_spread
 from .base import Choice, Int8Product, Operands
-from .gemm_hopper import Tokens, best_tile, tail_work, tile_choices, tiles_of
+from .gemm_hopper import Tokens, best_tile, tail_apart, tail_work, tile_choices, tiles_of
 from .quantized import arguments_of
 
 _STAGES = {128: 8, 64: 14, 32: 18}
@@ -46,7 +46,7 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
         small = problem.bits == 4 and problem.grouped and problem.group == problem.step < 128
         plain = problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
-            small and plain and problem.rows > 16 and problem.out_dtype.itemsize <= 2
+            small and plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, 128)
         )  # fmt: skip
 
@@ -66,6 +66,9 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
         return tail_work(device, problem, config, 2 * problem.step)
+
+    def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
+        return tail_apart(device, problem, config, 2 * problem.step)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         from ..kernels.w4a8_groups_hopper import w4a8_groups_hopper

@@ -42,12 +42,14 @@ class W4A8Hopper(Int8Product[Tokens]):
         """No float zero points, results of one or two bytes, not scaled by tokens; codes in an order of its own."""
         plain = problem.bits == 4 and problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
-            plain and problem.rows > 32 and problem.out_dtype.itemsize <= 2
+            plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
             and hopper.fits(device, problem.n, problem.step)
         )  # fmt: skip
 
-    def rule(self, device: Device, problem: GemmProblem) -> Tokens:
-        """The tile for which programs have the least to do, in rounds of one tile each."""
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
+        """The tile for which programs have the least to do, in rounds of one tile each; for few, another kernel."""
+        if problem.rows <= min(_TIMES):
+            return None
 
         def cost(bm: int) -> float:
             tiles = -(-problem.rows // bm) * -(-problem.n // 128)

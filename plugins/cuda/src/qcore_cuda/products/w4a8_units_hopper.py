@@ -22,7 +22,7 @@ from ..runtime import hopper
 from ..runtime.device import Device
 from ..schedule import TILE_TIMES
 from .base import Int8Product, Operands
-from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_work, tile_choices
+from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_apart, tail_work, tile_choices
 
 
 class W4A8UnitsHopper(Int8Product[Tokens]):
@@ -38,7 +38,7 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
         plain = problem.zero == NO_ZERO and problem.element == INTEGER and not (problem.x_zero or problem.own_order)
         floats = problem.out_dtype in {torch.bfloat16, torch.float16}
         several = problem.units and parameter_rows(problem) > 1
-        return several and plain and floats and problem.rows > 16 and hopper.fits(device, problem.n, 128)
+        return several and plain and floats and problem.rows > 8 and hopper.fits(device, problem.n, 128)
 
     def rule(self, device: Device, problem: GemmProblem) -> None:
         """Another kernel, unless a measurement says otherwise."""
@@ -53,6 +53,9 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
         return tail_work(device, problem, config, 128)
+
+    def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
+        return tail_apart(device, problem, config, 128)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         assert codes.order == 0, "codes were quantized for another kernel"
