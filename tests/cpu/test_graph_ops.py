@@ -160,7 +160,10 @@ def test_hidden_positions_are_not_read():
 def test_what_is_not_finite_stays_in_its_row(value):
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 9, 8)
     q[0, 1, 2, 3] = value
-    check(*run(torch.ops.qcore_graph.attention, (q, k, k, None, False, None)), 1e-5)
+    y, expected = run(torch.ops.qcore_graph.attention, (q, k, k, None, False, None))
+    assert y[0, 1, 2].isnan().all()  # torch says 0 here on AVX-512, NaN elsewhere
+    y[0, 1, 2] = expected[0, 1, 2] = 0
+    check(y, expected, 1e-5)
 
 
 def test_many_rows_of_attention_are_torch():

@@ -207,9 +207,10 @@ template <Element E, int D>
 static void tiles(const Weight& w, const Input& in, const Output& out, const Rows& x, int64_t nb, int rows, int count,
                   int64_t row0) {
   constexpr int WIDE = TILE_COLUMNS / LANES;
-  // Groups of up to 64 are folded so often that the float sums should stay in registers: half as many columns.
+  // Groups of up to 64, and digits of 4-bit codes, are folded so often that the float sums should stay in registers: half as
+  // many columns.
   constexpr int NARROW = WIDE > 1 && LANES == 16 ? 1 : WIDE;
-  const bool narrow = D == 1 && w.at.groups > 1 && w.at.group <= 64 && count > 2;
+  const bool narrow = D == 1 ? w.at.groups > 1 && w.at.group <= 64 && count > 2 : E != INT8 && count > 1;
   const bool zeros = w.zero || w.added || w.sums;
   int width = narrow ? NARROW : WIDE;
   Tile run;
@@ -221,9 +222,9 @@ static void tiles(const Weight& w, const Input& in, const Output& out, const Row
               : tile_for<E, D, WIDE, FEW_ROWS / D + 1, DIGIT_ROWS>(count, zeros);
   } else {
     run = narrow ? tile_for<E, D, NARROW, 1, DIGIT_ROWS>(count, zeros) : tile_for<E, D, WIDE, 1, DIGIT_ROWS>(count, zeros);
-    if constexpr (E == INT4 && D < 3 && SHORT_FOLDS) {  // groups of 32, the most common
+    if constexpr (E == INT4 && SHORT_FOLDS) {  // groups of 32, the most common
       const bool shortest = w.at.groups > 1 && w.at.block == 32 && w.at.blocks == 1;
-      if (shortest && narrow) run = tile_for<E, D, NARROW, 3, D == 1 ? DIGIT_ROWS : 3, 4>(count, zeros);
+      if (shortest && narrow) run = tile_for<E, D, NARROW, D == 1 ? 3 : 2, DIGIT_ROWS, 4>(count, zeros);
       else if (shortest && count == 1) run = tile_for<E, D, WIDE, 1, D, 4>(count, zeros);
     }
   }
