@@ -80,7 +80,7 @@ def unusual() -> dict[str, torch.Tensor]:
 
 
 def embeddings() -> dict[str, torch.Tensor]:
-    """Rows of tables with usual scales, with those of subnormal results, and with a NaN among them."""
+    """Rows of tables with usual scales, with those of subnormal results, and with NaN."""
     from torch import nn
 
     from qcore.nn import QuantizedEmbedding
@@ -101,6 +101,26 @@ def embeddings() -> dict[str, torch.Tensor]:
                 layer = QuantizedEmbedding.from_float(nn.Embedding.from_pretrained(table.to(dtype)), scheme)
                 assert layer.decision.kernel.name == "cpu.embedding"
                 made[f"embedding {scheme} {factor} {dtype}"] = layer(torch.arange(8, -1, -1))
+    return {**made, **embeddings_of_nan(generator)}
+
+
+def embeddings_of_nan(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Bits of rows with scales that are NaN, in vectors of groups and behind them."""
+    import qcore
+    from qcore_cpu import native
+
+    assert not native.fault()
+    from qcore_cpu.embedding import CpuEmbedding
+
+    made = {}
+    nans = torch.tensor((-1, 0x7FBFFFFF, -0x7EDCBB, 0x7FC00000), dtype=torch.int32).view(torch.float32)
+    for text in ("int4-g32", "int8-g32"):
+        weight = qcore.quantize(torch.randn(9, 448, generator=generator), qcore.Format.parse(text), "absmax")
+        for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16)):
+            kernel = CpuEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), dtype, 9, 448, weight.format))
+            packed = kernel.pack(weight)
+            packed["scale"][:4] = nans.unsqueeze(1)  # which no weight may have
+            made[f"NaN {text} {dtype}"] = kernel(torch.arange(9), packed).view(bits)
     return made
 
 

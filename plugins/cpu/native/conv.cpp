@@ -168,22 +168,25 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
         const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels};
         return kernels.quantize_runs(pixels, inverse, 0, false, to, nullptr);
       };
-      int32_t sum = 0;
+      scales[v] = scale, sums[v] = 0;
       int8_t* to = q + v * step;
+      if (most >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
+        std::memset(to, 0, static_cast<size_t>(w.at.k));
+        continue;
+      }
       const bool inside = image.dw == 1 && image.groups == 1 && left >= 0 && left + image.kw <= image.width;
       const int64_t taps = inside ? image.kw : 1;  // neighbours that lie side by side, in the image and among the codes
       if (inside && high) {
-        sum = codes_of(top, left, taps, image.kh, to);
+        sums[v] = codes_of(top, left, taps, image.kh, to);
       } else {
         for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
           for (int64_t j = 0, u = left; j < image.kw; j += taps, u += image.dw, to += taps * own) {
             const bool padding = h < 0 || h >= image.height || u < 0 || u >= image.width;
             if (padding) std::memset(to, 0, static_cast<size_t>(taps * own));
-            else sum += codes_of(h, u, taps, 1, to);
+            else sums[v] += codes_of(h, u, taps, 1, to);
           }
         }
       }
-      scales[v] = scale, sums[v] = sum;
     }
     multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
       return Windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};

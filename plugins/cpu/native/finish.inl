@@ -28,12 +28,14 @@ struct ScaleVectors {
   inline __attribute__((always_inline)) F operator()(int64_t i) const { return plain ? widen_f(at, i, type) : scales_f(w, i); }
 };
 
-// v with the NaN of arithmetic in place of others: rounding as below keeps that one a NaN.
+// v with the NaN of arithmetic in place of others, signaling ones as well: rounding as below keeps that one a NaN.
 static inline F quiet(F v) {
-  const I magnitude = min_i(and_i(bits(v), set_i(0x7fffffff)), set_i(0x7fc00000));
-  return from_bits(or_i(magnitude, and_i(bits(v), set_i((int32_t)0x80000000))));
+  const I magnitude = and_i(bits(v), set_i(0x7fffffff));
+  const I quiet_bit = and_i(sra_i<31>(sub_i(set_i(INFINITE), magnitude)), set_i(0x00400000));
+  const I sign = and_i(bits(v), set_i((int32_t)0x80000000));
+  return from_bits(or_i(or_i(min_i(magnitude, set_i(INFINITE)), quiet_bit), sign));
 }
-static inline float quiet(float v) { return v == v ? v : __builtin_nanf(""); }
+static inline float quiet(float v) { return v == v ? v : __builtin_copysignf(__builtin_nanf(""), v); }
 // Its bits, of which the upper half is bfloat16, rounded half to even.
 static inline I rounded_bits(F v) {
   return add_i(bits(v), add_i(and_i(shr_i<16>(bits(v)), set_i(1)), set_i(0x7fff)));
@@ -131,7 +133,7 @@ static inline float one_scale(const Weight& w, int64_t i) {
   if (w.scale_type == F32) {
     s = ((const float*)w.scale)[i];
   } else if (w.scale_type == E8M0) {
-    const uint32_t b = ((const uint8_t*)w.scale)[i], u = b ? b << 23 : 0x00400000;
+    const uint32_t b = ((const uint8_t*)w.scale)[i], u = b == 255 ? 0x7fc00000 : b ? b << 23 : 0x00400000;  // as scales_f
     __builtin_memcpy(&s, &u, 4);
   } else if (w.scale_type == BF16) {
     const uint32_t u = (uint32_t)((const uint16_t*)w.scale)[i] << 16;

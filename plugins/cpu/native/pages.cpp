@@ -7,21 +7,16 @@
 #include "host.h"
 
 namespace qcore_cpu {
-namespace {
-
-constexpr uintptr_t SMALL_PAGE = 4096, HUGE_PAGE = 1 << 21;
-// A whole model of small layers is worth it, a layer of a test is not.
-constexpr int64_t LEAST = 1 << 16;
-
-[[maybe_unused]] constexpr uintptr_t down(uintptr_t at, uintptr_t page) { return at / page * page; }
-[[maybe_unused]] constexpr uintptr_t up(uintptr_t at, uintptr_t page) { return down(at + page - 1, page); }
-
-}  // namespace
-
 #ifdef __linux__
 namespace {
 
+constexpr uintptr_t SMALL_PAGE = 4096, HUGE_PAGE = 1 << 21;
 constexpr int COLLAPSE = 25;  // MADV_COLLAPSE, which older headers do not have
+// A whole model of small layers is worth it, a layer of a test is not.
+constexpr int64_t LEAST = 1 << 16;
+
+constexpr uintptr_t down(uintptr_t at, uintptr_t page) { return at / page * page; }
+constexpr uintptr_t up(uintptr_t at, uintptr_t page) { return down(at + page - 1, page); }
 
 }  // namespace
 
