@@ -57,6 +57,25 @@ def test_each_tile(rows, scheme):
         judge(kernel, request, (torch.randn(rows, 136) + 0.3).to(dtype), weight_for(request))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["w4a16-g128-asym", "w4a16-g32", "w8a16", "wnf4a16-g64", "w4a8-g32"])
+def test_panels_of_rows_and_columns(scheme, dtype):
+    kernel, request = kernel_for(scheme, dtype, 330, 600)  # 11 blocks of columns, more than one part of K
+    weight = weight_for(request)
+    x = torch.randn(1030, 600).to(dtype)  # and three panels of rows
+    judge(kernel, request, x, weight)
+    packed, threads = kernel.pack(weight), torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(kernel(x, packed, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 65])
 @pytest.mark.parametrize("k", [1, 2, 7, 8, 9, 100, 129, 1000])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-g32", "w8a8-aasym", "w4a8-g32-asym-aasym"])
