@@ -54,7 +54,7 @@ def test_calls_of_a_capture_share_them_and_captures_do_not(here):
     assert len(set.union(*taken)) == sum(map(len, taken))
 
 
-def test_what_was_captured_keeps_its_counters_when_there_are_new_ones(here):
+def test_captures_keep_counters_when_there_are_new_ones(here):
     from qcore_cuda.runtime import counters
 
     here.take(1)
