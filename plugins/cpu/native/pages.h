@@ -1,5 +1,5 @@
-// Huge pages under packed weights: a product of few rows reads its whole weight once, and with pages of 4 KiB half of that
-// time goes to translating addresses where page tables are nested (a virtual machine), a tenth elsewhere.
+// Huge pages under packed weights: a product of few rows reads its whole weight once, and with pages of 4 KiB a third of that
+// time went to translating addresses in the virtual machine that it was measured in, whose page tables are nested.
 #pragma once
 #include <cstdint>
 

@@ -21,6 +21,7 @@ from .runtime.device import Device
 
 _HERE = Path(__file__).parent
 FURTHER = 8
+"""Estimates for up to so many times as many rows are considered."""
 
 
 class Record(NamedTuple):
