@@ -185,7 +185,7 @@ def test_a_kernel_that_ended_a_process_is_not_tried_again(add_plugin, stub, requ
 
 def test_plain_ops_serve_after_a_process_died_in_their_check(request_of, monkeypatch):
     """Nothing is behind them: a skipped fallback would leave no kernel until someone clears the mark."""
-    request = request_of("w8a8-static(0.1,0)")
+    request = request_of("nf4")  # no kernel on ops of this processor
     decision = qcore.resolve(request)
     assert decision.kernel.name == "torch.plain.linear"
     status = next(s for s in qcore.plugins() if s.name == "torch")

@@ -47,12 +47,16 @@ def passed(call, layer, other, x):
     tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     try:
         return call(layer, tensors, (x,))
-    except qcore.FormatError as error:
+    except (qcore.FormatError, torch._dynamo.exc.Unsupported) as error:  # the second holds the text of the first
         return str(error)
 
 
 def is_refused(result):
     return isinstance(result, str) and "weight of a quantized layer was replaced by that of another" in result
+
+
+def hides_tensors(layer):
+    return any(tensor.layout is not torch.strided for tensor in layer._primary.packed.values())
 
 
 @torch.no_grad()
@@ -61,7 +65,10 @@ def is_refused(result):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [False, True])
 def test_functional_call_with_tensors_of_another(scheme, dtype, first):
-    """They are computed with or refused, never ignored; copies of the layer's own are as good as its own."""
+    """They are computed with or refused, never ignored; copies of the layer's own are as good as its own.
+
+    Except in a trace, for a kernel with a tensor without strides (oneDNN's): no buffer can show it.
+    """
     layer, other = linear(scheme).to(dtype), linear(scheme).to(dtype)
     other.weight, other.bias = qcore.quantize(torch.randn(32, 64), layer.weight.format), torch.nn.Parameter(-layer.bias)
     x = torch.randn(3, 64, dtype=dtype)
@@ -76,7 +83,8 @@ def test_functional_call_with_tensors_of_another(scheme, dtype, first):
 
     for run in (call, compiled):
         assert torch.equal(passed(run, layer, layer, x), wanted)
-        assert torch.equal(passed(run, layer, copy.deepcopy(layer), x), wanted)
+        found = passed(run, layer, copy.deepcopy(layer), x)
+        assert (run is compiled and hides_tensors(layer) and is_refused(found)) or torch.equal(found, wanted)
         found = passed(run, layer, other, x)
         assert is_refused(found) or torch.equal(found, theirs)
         assert torch.equal(layer(x), wanted)

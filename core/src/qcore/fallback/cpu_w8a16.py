@@ -134,7 +134,7 @@ def _combine_digits(products: Tensor, term: _Term, added: Tensor | None, group: 
         y = y.add_(planes[i], alpha=256.0**i)
     if added is not None:
         y = y.addmm_(group_sums(term.values, group), added)
-    y = y.mul_(term.scale)
+    y = y * term.scale  # not in place: a view would keep the products of all digits in memory with the result
     return y if term.inverse_lift is None else y.mul_(term.inverse_lift)
 
 

@@ -58,7 +58,8 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
         x, bias, kernel, packed, _, runtime_params = inputs
-        return kernel(x, packed, bias, **runtime_params)  # type: ignore[no-any-return]
+        # A copy: torch refuses a tangent for a view of a larger tensor, which a kernel with padded rows may return.
+        return kernel(x, packed, bias, **runtime_params).clone()  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
