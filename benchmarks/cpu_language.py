@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,7 +50,10 @@ class Ready(nn.Module):
 
 @dataclass
 class Candidate:
-    """``decode``: writes so many tokens; ``prefill``: reads `PREFILL` tokens. ``best``: seconds of each."""
+    """``decode``: writes so many tokens; ``prefill``: reads `PREFILL` tokens. ``best``: seconds of each.
+
+    What runs in another process answers with its seconds.
+    """
 
     decode: Callable[[int], Any]
     prefill: Callable[[], Any] | None
@@ -177,33 +181,67 @@ def static_cache(model: Any, places: int) -> Any:
 
 
 def of_llama_cpp(file: Path, threads: int) -> Candidate:
-    """llama.cpp on the file."""
-    import xllamacpp
+    """llama.cpp on the file, in a process of its own: beside another library's threads OpenMP lets idle ones sleep."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=serve_llama_cpp, args=(file, threads, theirs), daemon=True).start()
+    theirs.close()
+    if error := ours.recv():
+        raise ImportError(error)
 
+    def decode(count: int) -> float:
+        ours.send(count)
+        seconds: float = ours.recv()
+        return seconds
+
+    return Candidate(decode, None)
+
+
+def serve_llama_cpp(file: Path, threads: int, pipe: Any) -> None:
+    """Write as many tokens as each message says, and answer with the seconds."""
+    try:
+        import xllamacpp
+    except ImportError as error:
+        pipe.send(str(error))
+        return
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup = str(file), 2 * PREFILL, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
     rule = {"prompt": " a" * PROMPT, "temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False}
-    return Candidate(lambda count: server.handle_completions({**rule, "max_tokens": count}), None)
+    clock = clock_for(threads)
+    pipe.send("")
+    while True:
+        try:
+            count = pipe.recv()
+        except EOFError:  # the benchmark has ended
+            return
+        start = clock()
+        server.handle_completions({**rule, "max_tokens": count})
+        pipe.send(clock() - start)
+
+
+def clock_for(threads: int) -> Callable[[], float]:
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
     """Take turns; a token's time is that of ``tokens`` more of them after the first."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = clock_for(torch.get_num_threads())
+
+    def seconds(work: Callable[[], Any]) -> float:
+        start = clock()
+        told = work()
+        return told if isinstance(told, float) else clock() - start
+
     for turn in range(rounds + 1):  # the first warms up
         for one in candidates.values():
-            start = clock()
-            one.decode(1)
-            first = clock()
-            one.decode(tokens + 1)
-            each = (clock() - first - (first - start)) / tokens
+            first = seconds(lambda one=one: one.decode(1))
+            each = (seconds(lambda one=one: one.decode(tokens + 1)) - first) / tokens
             if turn and each > 0:
                 one.best[0] = min(one.best[0], each)
             if one.prefill is not None:
-                start = clock()
-                one.prefill()
-                one.best[1] = min(one.best[1], clock() - start)
+                one.best[1] = min(one.best[1], seconds(one.prefill))
 
 
 def main() -> None:

@@ -162,7 +162,6 @@ class QuantizedModule(nn.Module):
 
     def _keep(self, key: tuple[torch.dtype, bool], bound: Bound) -> None:
         self._bounds = {**self._bounds, key: bound}
-        self._node = node_of(bound.request, self.scheme)
         if key == (self._dtype, False):
             self._primary = bound
         self._expose_packed()
@@ -179,6 +178,7 @@ class QuantizedModule(nn.Module):
             packed[f"{_PREFIX}device"] = torch.empty(0, device=self._store.device)
         self._shown = packed
         self._set_packed_buffers(packed)
+        self._node = node_of(self)
 
     def _follow(self) -> None:
         """Move to the device that a tool has moved the layer's buffers to; restore buffers that a tool has replaced.
@@ -276,10 +276,10 @@ class QuantizedModule(nn.Module):
 
     def _emitted(self, x: Tensor, out_dtype: torch.dtype, params: dict[str, Tensor]) -> Tensor:
         """The layer as one node of a graph that a graph backend captures."""
-        weight, node = self._buffers[next(iter(self._shown))], self._node
-        assert weight is not None
-        assert node is not None
-        return emit(node, x, weight, self._call_bias(), out_dtype, params)
+        assert self._node is not None
+        call, _, marker, *_ = self._node
+        weight: Any = self._buffers[marker]
+        return emit(call, x, weight, self._call_bias(), out_dtype, params)
 
     def _call(
         self, bound: Bound, packed: dict[str, Tensor], x: Tensor, training: bool, params: dict[str, Tensor]

@@ -57,24 +57,38 @@ def captures_layers() -> bool:
 captures_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-Node = tuple[Any, ...]
-"""The arguments of a layer's node that are no tensors: contract, scheme, and the sizes of its op."""
+Node = tuple[tuple[Any, ...], tuple[int, ...], str, str, bool, str | None]
+"""What a trace reads of a layer: the arguments of its op that are no tensors (contract, scheme, sizes), the weight's
+shape, the name of the buffer that stands for the weight, its device, whether this has autocast, and the dtype of
+results, None for x's own."""
 
 
-def node_of(request: Any, scheme: Scheme) -> Node:
-    """The node of a layer bound for ``request``.
+def node_of(layer: QuantizedModule) -> Node | None:
+    """The node of a layer; None if it is not bound.
 
     The layer keeps it, in numbers and texts only. Dynamo guards on everything that a trace reads, at each call of the
     compiled model: on the fields of requests and schemes one by one, and, by Python code, on which layers share them.
     """
+    bound = next(iter(layer._bounds.values()), None)
+    if bound is None or not layer._shown:
+        return None
+    request: Any = bound.request
     if request.contract == EMBEDDING.name:
-        sizes: Node = (request.k,)
+        sizes: tuple[Any, ...] = (request.k,)
     elif request.contract == CONV2D.name:
         geometry = (request.kernel_size, request.stride, request.padding, request.dilation, request.groups)
         sizes = (request.n, *map(_plain, geometry))
     else:
         sizes = (request.n,)
-    return (request.contract, str(scheme), *sizes)
+    store, out_dtype = layer._binding_store(), torch.int8 if layer.scheme.output else layer.out_dtype
+    return (
+        (request.contract, str(layer.scheme), *sizes),
+        (*store.shape,),
+        next(iter(layer._shown)),
+        str(store.device),
+        layer._autocasts,
+        None if out_dtype is None else str(out_dtype).removeprefix("torch."),
+    )
 
 
 def _plain(size: Any) -> Any:
@@ -83,11 +97,16 @@ def _plain(size: Any) -> Any:
 
 
 def emit(
-    node: Node, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, params: dict[str, Tensor]
+    call: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    params: dict[str, Tensor],
 ) -> Tensor:
-    """Call the op of a layer; ``weight``: see `marker_of`."""
+    """Call the op of a layer; ``call``: the first part of its `Node`; ``weight``: see `marker_of`."""
     ops: Any = torch.ops.qcore_graph
-    contract, scheme, *sizes = node
+    contract, scheme, *sizes = call
     if contract == EMBEDDING.name:
         return ops.embedding.default(x, weight, scheme, *sizes, out_dtype)  # type: ignore[no-any-return]
     if contract == GROUPED_LINEAR.name:

@@ -14,6 +14,7 @@ from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .base import FLOATS, QuantizedModule, adopt
+from .capturing import captured_linear
 
 # The public function checks one device, by name, and takes four times as long.
 _any_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001
@@ -76,7 +77,8 @@ class QuantizedLinear(QuantizedModule):
         """Apply the layer. Raises `FormatError` if the last dimension of x is not ``in_features``."""
         # is_compiling() comes first: dynamo guards on every value that a trace reads, and recompiles if it changes.
         if torch.compiler.is_compiling():
-            return self._run(x)
+            y = captured_linear(self, x, self.bias)
+            return self._run(x) if y is None else y
         bias = self._parameters.get("bias")
         bound = self._fast_bound(x, bias)
         return self._run(x) if bound is None else bound.call(x, bias)

@@ -22,6 +22,7 @@ from ..errors import FormatError
 from ..formats.tracing import is_transformed
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
+from .capturing import captured_linear
 from .linear import QuantizedLinear, _any_autocast
 from .offloading import HOOK
 
@@ -237,7 +238,8 @@ class SiblingLinear(QuantizedLinear):
             return super().forward(x)
         if torch.compiler.is_compiling() or type(x) is not Tensor:
             # In a graph each sibling asks for the same product, which the compiler computes once.
-            return group.split(self._run(x))[self._index]
+            whole = captured_linear(self, x, group.bias()) if torch.compiler.is_compiling() else None
+            return group.split(self._run(x) if whole is None else whole)[self._index]
         if x.is_inference() or is_transformed():  # it may change unseen; results live as long as a transform
             return group.split(self._whole(x, group))[self._index]
         autocast = _autocast(x) if _any_autocast() else None
