@@ -158,32 +158,32 @@ apply_channels(const Weight& w, int64_t nb, int first, float total, F (&v)[H]) {
   }
 }
 
-// Add the products of spikes, in float: value * weight, column by column.
-static void add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int half, int columns, int row, float* values) {
+// The numbers of H vectors of columns, from vector `first` of block nb on, in packed column k of the weight.
+template <int H>
+static inline void weights_at(const Weight& w, int64_t nb, int first, int64_t k, F (&weight)[H]) {
+  const bool byte = w.element == INT8;
+  const int per_word = byte ? 4 : 8, shift = 8 * (int)(k % 4) + (!byte && k % 8 > 3 ? 4 : 0);
+  const uint8_t* words = w.data + (nb * (w.at.packed() / per_word) + k / per_word) * 128 + first * LANES * 4;
+  const int64_t group = k / (w.at.block * w.at.blocks), at = (nb * w.at.groups + group) * COLUMNS + first * LANES;
+  for (int h = 0; h < H; h++) {
+    I code = and_i(shr_any_i(load_i(words + h * LANES * 4), shift), set_i(byte ? 255 : 15));
+    if (w.element == HALVES4) code = and_i(lookup_bytes(table_bytes(w.whole), code), set_i(255));
+    code = sub_i(code, w.zero ? bytes_i(w.zero + at + h * LANES) : set_i(w.offset));
+    weight[h] = mul_f(to_f(code), scales_f(w, at + h * LANES));
+    if (w.added) weight[h] = add_f(weight[h], widen_f(w.added, at + h * LANES, w.scale_type));
+  }
+}
+
+// Add the products of the spikes of a row, in float.
+template <int H>
+static inline void
+add_spikes(const Weight& w, const SpikeList& list, int64_t nb, int first, int row, F (&v)[H]) {
   for (int64_t i = 0; i < list.count; i++) {
     const Spike& spike = list.items[i];
     if (spike.row != row) continue;
-    const int64_t group = spike.k / (w.at.block * w.at.blocks);
-    for (int c = 0; c < columns; c++) {
-      const int column = half + c;
-      int code;
-      if (w.element == INT8) {
-        code = w.data[(nb * (w.at.packed() / 4) + spike.k / 4) * 128 + column * 4 + spike.k % 4];
-      } else {
-        const uint8_t pair = w.data[(nb * (w.at.packed() / 8) + spike.k / 8) * 128 + column * 4 + spike.k % 4];
-        code = spike.k % 8 < 4 ? pair & 15 : pair >> 4;
-        if (w.element == HALVES4) code = w.whole[code];
-      }
-      const int64_t at = (nb * w.at.groups + group) * COLUMNS + column;
-      code -= w.zero ? w.zero[at] : w.offset;
-      float weight = (float)code * one_scale(w, at);
-      if (w.added) {
-        float added;
-        widen((const char*)w.added + at * type_size(w.scale_type), w.scale_type, 1, &added);
-        weight += added;
-      }
-      values[c] += spike.value * weight;
-    }
+    F weight[H];
+    weights_at<H>(w, nb, first, spike.k, weight);
+    for (int h = 0; h < H; h++) v[h] = add_f(v[h], mul_f(set_f(spike.value), weight[h]));
   }
 }
 
@@ -200,10 +200,10 @@ finish_sums(const Weight& w, const Output& out, const Rows& x, int64_t nb, int f
   if (scaled)
     for (int h = 0; h < H; h++) v[h] = mul_f(v[h], set_f(x.scale[r]));
   if (x.spikes->count) {
-    alignas(64) float values[H * LANES];
-    for (int h = 0; h < H; h++) store_f(values + h * LANES, v[h]);
-    add_spikes(w, *x.spikes, nb, first * LANES, H * LANES, r, values);
-    for (int h = 0; h < H; h++) v[h] = load_f(values + h * LANES);
+    F spiked[H];  // a copy: sums of which there are references would lie in memory
+    for (int h = 0; h < H; h++) spiked[h] = v[h];
+    add_spikes<H>(w, *x.spikes, nb, first, r, spiked);
+    for (int h = 0; h < H; h++) v[h] = spiked[h];
   }
   finish_vectors(out, row0 + r, nb * COLUMNS + first * LANES, w.n, bias, v);
 }

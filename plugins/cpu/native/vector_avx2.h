@@ -26,6 +26,7 @@ static inline I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
 template <int N> static inline I shl_i(I a) { return _mm256_slli_epi32(a, N); }
 template <int N> static inline I sra_i(I a) { return _mm256_srai_epi32(a, N); }
 template <int N> static inline I shr_i(I a) { return _mm256_srli_epi32(a, N); }
+static inline I shr_any_i(I a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 static inline I high_nibbles(I a, I mask) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), mask); }
 static inline I low_nibbles(I a, I mask) { return _mm256_and_si256(a, mask); }
 static inline I nibble_mask() { return _mm256_set1_epi8(15); }

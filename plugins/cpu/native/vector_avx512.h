@@ -21,6 +21,7 @@ static inline I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
 template <int N> static inline I shl_i(I a) { return _mm512_slli_epi32(a, N); }
 template <int N> static inline I sra_i(I a) { return _mm512_srai_epi32(a, N); }
 template <int N> static inline I shr_i(I a) { return _mm512_srli_epi32(a, N); }
+static inline I shr_any_i(I a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 static inline I high_nibbles(I a, I mask) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), mask); }
 static inline I low_nibbles(I a, I mask) { return _mm512_and_si512(a, mask); }
 static inline I nibble_mask() { return _mm512_set1_epi8(15); }

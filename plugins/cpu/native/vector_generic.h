@@ -22,6 +22,7 @@ static inline I min_i(I a, I b) { QCORE_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] :
 template <int N> static inline I shl_i(I a) { QCORE_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] << N); return a; }
 template <int N> static inline I sra_i(I a) { QCORE_EACH a.v[i] >>= N; return a; }
 template <int N> static inline I shr_i(I a) { QCORE_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] >> N); return a; }
+static inline I shr_any_i(I a, int n) { QCORE_EACH a.v[i] = (int32_t)((uint32_t)a.v[i] >> n); return a; }
 static inline I nibble_mask() { return set_i(0x0f0f0f0f); }
 static inline I low_nibbles(I a, I mask) { return and_i(a, mask); }
 static inline I high_nibbles(I a, I mask) { return and_i(shr_i<4>(a), mask); }

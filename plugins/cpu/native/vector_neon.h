@@ -30,6 +30,7 @@ static inline I min_i(I a, I b) { return vminq_s32(a, b); }
 template <int N> static inline I shl_i(I a) { return vshlq_n_s32(a, N); }
 template <int N> static inline I sra_i(I a) { return vshrq_n_s32(a, N); }
 template <int N> static inline I shr_i(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), N)); }
+static inline I shr_any_i(I a, int n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-n))); }
 static inline I nibble_mask() { return vreinterpretq_s32_u8(vdupq_n_u8(15)); }
 static inline I low_nibbles(I a, I mask) { return vandq_s32(a, mask); }
 static inline I high_nibbles(I a, I) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4)); }
