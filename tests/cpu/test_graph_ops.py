@@ -146,6 +146,27 @@ def test_attention_over_many_positions(positions, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("width", [8, 20, 64, 72, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_of_some_positions(width, dtype, rows):
+    """Masks of each head, whole stretches hidden from all, which are not finite: against float64."""
+    torch.manual_seed(width + rows)
+    q, k, v = (torch.randn(2, h, n, w).to(dtype) for h, n, w in ((6, rows, width), (2, 150, width), (2, 150, 40)))
+    seen = torch.rand(2, 6, rows, 150) < 0.6
+    seen[..., 70:93], seen[..., -1:] = False, True
+    float_mask = torch.where(seen, torch.randn(seen.shape).to(dtype), -torch.inf).to(dtype)
+    wide = [t.double().repeat_interleave(3, 1) for t in (k, v)]
+    k[:, :, 70:93], v[:, :, 70:93] = torch.nan, torch.inf
+    attention = torch.ops.qcore_graph.attention
+    for mask in (seen, float_mask):
+        added = mask.double() if mask.is_floating_point() else torch.where(mask, 0.0, -torch.inf).double()
+        wanted = ((q.double() @ wide[0].mT) / width**0.5 + added).softmax(-1) @ wide[1]
+        part = part_of(lambda q, k, v, mask: attention(q, k, v, mask, False, None), q, k, v, mask)
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        check(program.Program(part)([q, k, v, mask])[0].double(), wanted, tolerance)
+
+
 def test_hidden_positions_are_not_read():
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     mask = torch.arange(9) < 5

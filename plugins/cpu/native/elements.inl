@@ -142,14 +142,6 @@ static void apply(Operation op, float* __restrict a, const float* __restrict b, 
 }
 #undef QCORE_RUN
 
-static inline float sum_f(F v) {
-  alignas(64) float t[LANES];
-  store_f(t, v);
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += t[i];
-  return sum;
-}
-
 // A vector rounded to a type of floats.
 static inline F rounded_f(F v, Type type) {
   if (type == F32) return v;
@@ -228,83 +220,6 @@ static void norm_row(const Norm& norm, const void* x, const void* weight, const 
   narrow_run(values, norm.result, n, y);
 }
 
-// What is added to the score of row r at position s; -Inf hides it.
-static inline float added_score(const Attended& a, int64_t r, int64_t s) {
-  if (s >= a.limits[r]) return -__builtin_inff();
-  if (!a.mask) return 0;
-  const char* at = a.mask + a.mask_rows[r] + s * a.mask_step;
-  return a.mask_type != B8 ? number_at(at, 0, a.mask_type) : *at ? 0.0f : -__builtin_inff();
-}
-
-// Scores as powers of e below the largest one so far; what was summed before is scaled down if there is a larger one.
-static void share(const Attended& a, int64_t r, int64_t count) {
-  float *scores = a.scores + r * ATTENDED, *out = a.out + r * a.v_width;
-  float largest = a.largest[r];
-  for (int64_t j = 0; j < count; j++) largest = scores[j] > largest || scores[j] != scores[j] ? scores[j] : largest;
-  if (largest == -__builtin_inff()) {  // nothing is seen yet
-    for (int64_t j = 0; j < count; j++) scores[j] = 0;
-    return;
-  }
-  const float before = exp_of(a.largest[r] - largest);
-  for (int64_t j = 0; j < count; j++) scores[j] -= largest;
-  apply_f<exp_f>(scores, count);
-  float total = a.total[r] * before;
-  for (int64_t j = 0; j < count; j++) total += scores[j];
-  for (int64_t i = 0; i < a.v_width; i++) out[i] *= before;
-  a.largest[r] = largest, a.total[r] = total;
-}
-
-// Adds VECTORS vectors of the values of the positions `seen`, [..][v_width], times the shares of one row.
-template <int VECTORS>
-static void add_values(const float* values, int64_t step, const float* shares, const int32_t* seen, int64_t count, float* out) {
-  F sum[VECTORS];
-  for (int v = 0; v < VECTORS; v++) sum[v] = load_f(out + v * LANES);
-  for (int64_t j = 0; j < count; j++) {
-    const float share = shares[seen[j]];
-    if (share == 0) continue;  // hidden from this row: 0 times what is not finite would be NaN
-    const F factor = set_f(share);
-    for (int v = 0; v < VECTORS; v++) sum[v] = fma_f(factor, load_f(values + j * step + v * LANES), sum[v]);
-  }
-  for (int v = 0; v < VECTORS; v++) store_f(out + v * LANES, sum[v]);
-}
-
-// ATTENDED positions at a time: which of them any row sees; their keys as floats, and scores; shares; their values as
-// floats in the same memory, and sums. What no row sees is not read.
-static void attend(const Attended& a) {
-  float* numbers = a.scores + a.rows * ATTENDED;
-  int32_t seen[ATTENDED];
-  for (int64_t r = 0; r < a.rows; r++) a.largest[r] = -__builtin_inff(), a.total[r] = 0;
-  for (int64_t i = 0; i < a.rows * a.v_width; i++) a.out[i] = 0;
-  for (int64_t from = a.begin; from < a.end; from += ATTENDED) {
-    const int64_t count = a.end - from < ATTENDED ? a.end - from : ATTENDED;
-    int64_t found = 0;
-    for (int64_t j = 0; j < count; j++) {
-      bool any = false;
-      for (int64_t r = 0; r < a.rows; r++) any |= (a.scores[r * ATTENDED + j] = added_score(a, r, from + j)) != -__builtin_inff();
-      if (any) seen[found++] = (int32_t)j;
-    }
-    if (!found) continue;
-    for (int64_t j = 0; j < found; j++) widen(a.k + (from + seen[j]) * a.k_step, a.type, a.width, numbers + j * a.width);
-    for (int64_t r = 0; r < a.rows; r++) {
-      float* scores = a.scores + r * ATTENDED;
-      for (int64_t j = 0; j < found; j++) {
-        float& score = scores[seen[j]];
-        if (score != -__builtin_inff()) score += dot_of(a.q + r * a.width, numbers + j * a.width, a.width);
-      }
-      share(a, r, count);
-    }
-    for (int64_t j = 0; j < found; j++) widen(a.v + (from + seen[j]) * a.v_step, a.type, a.v_width, numbers + j * a.v_width);
-    for (int64_t r = 0; r < a.rows; r++) {
-      const float* shares = a.scores + r * ATTENDED;
-      float* out = a.out + r * a.v_width;
-      int64_t i = 0;
-      for (; i + 8 * LANES <= a.v_width; i += 8 * LANES) add_values<8>(numbers + i, a.v_width, shares, seen, found, out + i);
-      for (; i + LANES <= a.v_width; i += LANES) add_values<1>(numbers + i, a.v_width, shares, seen, found, out + i);
-      for (; i < a.v_width; i++) {
-        for (int64_t j = 0; j < found; j++) out[i] += shares[seen[j]] == 0 ? 0.0f : shares[seen[j]] * numbers[j * a.v_width + i];
-      }
-    }
-  }
-}
+#include "attention.inl"
 
 static constexpr Elements ELEMENTS = {load_run, store_run, apply, norm_row, rope_row, attend};

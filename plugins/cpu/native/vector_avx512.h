@@ -64,6 +64,28 @@ static inline void store_fp16(uint16_t* p, F v) { _mm256_storeu_si256((__m256i*)
 static inline void store_words(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(v)); }
 static inline int32_t sum_i(I v) { return _mm512_reduce_add_epi32(v); }
 static inline int32_t largest_i(I v) { return _mm512_reduce_max_epi32(v); }
+static inline float sum_f(F v) { return _mm512_reduce_add_ps(v); }
+// The sums of 16 vectors: halves of two side by side, then quarters of four, and so on.
+static inline __attribute__((always_inline)) F sums_f(const F (&v)[16]) {
+  F halves[8], quarters[4], pairs[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const F low = _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44), high = _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee);
+    halves[i] = _mm512_add_ps(low, high);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const F even = _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0x88);
+    quarters[i] = _mm512_add_ps(even, _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const F low = _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0x44);
+    pairs[i] = _mm512_add_ps(low, _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0xee));
+  }
+  const F sums = _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+}
 static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
 static inline float least_f(F v) { return _mm512_reduce_min_ps(v); }
 static inline I absolute_i(I v) { return _mm512_abs_epi32(v); }

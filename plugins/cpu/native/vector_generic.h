@@ -99,6 +99,9 @@ static inline void store_fp16(uint16_t* p, F v) { QCORE_EACH p[i] = float_to_fp1
 static inline void store_words(uint16_t* p, I v) { QCORE_EACH p[i] = (uint16_t)v.v[i]; }
 static inline int32_t sum_i(I v) { return v.v[0] + v.v[1] + v.v[2] + v.v[3]; }
 static inline int32_t largest_i(I v) { int32_t m = v.v[0]; QCORE_EACH m = v.v[i] > m ? v.v[i] : m; return m; }
+static inline float sum_f(F v) { return (v.v[0] + v.v[1]) + (v.v[2] + v.v[3]); }
+// The sums of 4 vectors.
+static inline F sums_f(const F (&v)[4]) { return {{sum_f(v[0]), sum_f(v[1]), sum_f(v[2]), sum_f(v[3])}}; }
 static inline float largest_f(F v) { float m = v.v[0]; QCORE_EACH m = v.v[i] > m ? v.v[i] : m; return m; }
 static inline float least_f(F v) { float m = v.v[0]; QCORE_EACH m = v.v[i] < m ? v.v[i] : m; return m; }
 static inline I absolute_i(I v) { QCORE_EACH v.v[i] = v.v[i] < 0 ? (int32_t)(0u - (uint32_t)v.v[i]) : v.v[i]; return v; }

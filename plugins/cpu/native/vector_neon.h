@@ -100,6 +100,9 @@ static inline void store_fp16(uint16_t* p, F v) { vst1_u16(p, vreinterpret_u16_f
 static inline void store_words(uint16_t* p, I v) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(v))); }
 static inline int32_t sum_i(I v) { return vaddvq_s32(v); }
 static inline int32_t largest_i(I v) { return vmaxvq_s32(v); }
+// The sums of 4 vectors.
+static inline F sums_f(const F (&v)[4]) { return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])); }
+static inline float sum_f(F v) { return vaddvq_f32(v); }
 static inline float largest_f(F v) { return vmaxvq_f32(v); }
 static inline float least_f(F v) { return vminvq_f32(v); }
 static inline I absolute_i(I v) { return vabsq_s32(v); }
