@@ -110,6 +110,20 @@ def test_outlier_leaves_other_columns_alone(dtype, scheme):
     judge(kernel, request, x.to(dtype), still)
 
 
+@pytest.mark.parametrize(
+    "scheme",
+    ["w4a16-g32", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16", "w8a16", "w8a16-g32-asym", "w8a16-g64-fzp", "mxfp4"],
+)
+def test_outliers_times_their_weights(scheme):
+    """At each place of a word of codes, in the first and the last columns."""
+    for dtype, rows in itertools.product(FLOATS, (1, 2, 5)):
+        kernel, request = kernel_for(scheme, dtype, 45, 264)
+        x = torch.randn(rows, 264)
+        for row in range(rows):
+            x[row, [0, 33, 66, 99, 132, 165, 198, 231, 255, 263]] = 2000.0 * (row + 1)
+        judge(kernel, request, x.to(dtype), weight_for(request))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "scheme", ["w4a16-g32", "w8a16", "w8a8", "w8a8-static(0.05,3)", "w4a8-g32-asym-aasym", "wnf4a16-g64"]
