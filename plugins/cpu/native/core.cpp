@@ -320,6 +320,17 @@ Formula formula_of(const float* table) {
   return same_numbers(table, e4m3) ? E4M3 : same_numbers(table, e5m2) ? E5M2 : TABLE;
 }
 
+void set_table(Weight& w, const float* table) {
+  constexpr int HALVES_OFFSET = 12;
+  w.offset = w.element == INT4 ? 8 : w.element == HALVES4 ? HALVES_OFFSET : 128;
+  w.table = table;
+  if (w.element == FLOAT8) w.formula = formula_of(table);
+  if (w.element != HALVES4) return;
+  w.factor *= 0.5f;
+  for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * table[i]) + w.offset);
+  w.table = nullptr;
+}
+
 int64_t fold_of(const Geometry& at, Mode mode) {
   if (mode == DIGITS) return at.block;
   // All blocks of a group, or the most that int32 holds and that divide it.
@@ -353,6 +364,25 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
   const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
   return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out, 0, in.rows);
+}
+
+bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count, void* y) {
+  const auto index = [&](int64_t i) -> int64_t {
+    return wide ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
+  };
+  for (int64_t i = 0; i < count; i++) if (index(i) < 0 || index(i) >= t.v) return false;
+  char* to = static_cast<char*>(y);
+  const int64_t size = t.k * type_size(t.out), scale_bytes = ceil_div(t.k, t.group) * type_size(t.scale_type);
+  const char* scales = static_cast<const char*>(t.scale);
+  each(pool, count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, t.k)), [&](int64_t i) {
+    if (i + 2 < count) {  // the row after the next is on its way
+      const int64_t row = index(i + 2);
+      for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + row * t.row_bytes + b);
+      for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(scales + row * scale_bytes + b);
+    }
+    kernels.lookup(t, index(i), to + i * size);
+  });
+  return true;
 }
 
 namespace {

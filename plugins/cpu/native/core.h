@@ -53,10 +53,17 @@ inline const void* nth(const void* first, Type type, int64_t n, int64_t index) {
 // Whether the 256 numbers of a table are those of an fp8 type.
 Formula formula_of(const float* table);
 Geometry geometry(int64_t k, int64_t group);
+// The numbers that codes stand for, where they are no integers; fp4 (HALVES4) becomes halves of whole numbers. `factor` and
+// `divisor` of the weight are set before.
+void set_table(Weight& w, const float* table);
 int64_t fold_of(const Geometry& at, Mode mode);
 
 // y = x * W^T + bias; false if memory ran out.
 bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out);
+
+// Rows `indices` (int64 if `wide`, else int32) of a table, one after the other, to y. False, and nothing is written, if one
+// is outside the table.
+bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count, void* y);
 
 // Codes (n, k), one byte each, to and from packed ones: stored = (code + offset) modulo 256, or modulo 16 if bits is 4.
 void pack(const Pool& pool, const uint8_t* codes, uint8_t* data, int64_t n, const Geometry& at, int bits, int offset);

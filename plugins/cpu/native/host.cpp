@@ -20,7 +20,7 @@ struct Form {
   Type x, result;
   float scale, result_scale;
   int32_t zero, result_zero;
-  bool float_zeros;
+  bool float_zeros, divides;
 };
 
 }  // namespace
@@ -52,46 +52,64 @@ QCORE_EXPORT const char* qcore_cpu_isa() {
 
 QCORE_EXPORT int64_t qcore_cpu_form_size() { return sizeof(qcore_cpu::Form); }
 
-// Describe a kernel in `form`, of so many bytes. Integer codes only; `float_zeros`: zero points have the scale's type.
+// Describe a kernel in `form`, of so many bytes. `float_zeros`: zero points have the scale's type; `divides`: the global scale
+// divides the others.
 QCORE_EXPORT void qcore_cpu_form(void* form, int64_t n, int64_t k, int64_t group, int element, int mode, int x, int result,
-                                 int float_zeros, double scale, int64_t zero, double result_scale, int64_t result_zero) {
+                                 int float_zeros, int divides, double scale, int64_t zero, double result_scale,
+                                 int64_t result_zero) {
   using namespace qcore_cpu;
   Form made{};
   made.weight.n = n;
   made.weight.at = geometry(k, group);
   made.weight.element = static_cast<Element>(element);
-  made.weight.factor = made.weight.divisor = 1.0f;
-  made.weight.offset = element == INT4 ? 8 : 128;
   made.mode = static_cast<Mode>(mode);
   made.weight.fold = fold_of(made.weight.at, made.mode);
   made.x = static_cast<Type>(x), made.result = static_cast<Type>(result);
   made.scale = static_cast<float>(scale), made.zero = static_cast<int32_t>(zero);
   made.result_scale = static_cast<float>(result_scale), made.result_zero = static_cast<int32_t>(result_zero);
-  made.float_zeros = float_zeros;
+  made.float_zeros = float_zeros, made.divides = divides;
   std::memcpy(form, &made, sizeof made);
 }
 
-// y (rows, n) = x (rows, k) times the weight, whose codes have `size` bytes. Null: no zero points, no bias. Returns 0, or 1
-// if it failed: memory ran out, or the codes are fewer than the form says.
+namespace qcore_cpu {
+
+bool linear_of(const void* form, const Given& g) {
+  const Form& made = *static_cast<const Form*>(form);
+  Weight w = made.weight;
+  w.data = g.codes;
+  w.scale = g.scale, w.scale_type = g.scale_type;
+  if (made.float_zeros) w.added = g.zero;
+  else w.zero = static_cast<const uint8_t*>(g.zero);
+  w.sums = g.sums;
+  w.factor = w.divisor = 1.0f;
+  if (g.factor) (made.divides ? w.divisor : w.factor) = *g.factor;
+  set_table(w, g.table);
+  if (g.size < code_bytes(w)) return false;
+  Input in{};
+  in.x = g.x, in.type = made.x, in.rows = g.rows, in.stride = w.at.k;
+  in.mode = made.mode, in.scale = made.scale, in.zero = made.zero;
+  Output out{};
+  out.y = g.y, out.type = made.result, out.stride = w.n;
+  out.bias = g.bias, out.bias_type = g.bias_type;
+  out.scale = made.result_scale, out.zero = made.result_zero;
+  return linear(kernels(), pool(), w, in, out);
+}
+
+}  // namespace qcore_cpu
+
+// y (rows, n) = x (rows, k) times a weight of integer codes, which have `size` bytes. Null: no zero points, no bias. Returns
+// 0, or 1 if it failed: memory ran out, or the codes are fewer than the form says.
 QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows, const void* codes, int64_t size,
                                   const void* scale, int scale_type, const void* zero, const void* bias, int bias_type,
                                   void* y) {
   using namespace qcore_cpu;
-  const Form& made = *static_cast<const Form*>(form);
-  Weight w = made.weight;
-  w.data = static_cast<const uint8_t*>(codes);
-  w.scale = scale, w.scale_type = static_cast<Type>(scale_type);
-  if (made.float_zeros) w.added = zero;
-  else w.zero = static_cast<const uint8_t*>(zero);
-  Input in{};
-  in.x = x, in.type = made.x, in.rows = rows, in.stride = w.at.k;
-  in.mode = made.mode, in.scale = made.scale, in.zero = made.zero;
-  Output out{};
-  out.y = y, out.type = made.result, out.stride = w.n;
-  out.bias = bias, out.bias_type = static_cast<Type>(bias_type);
-  out.scale = made.result_scale, out.zero = made.result_zero;
+  Given given{};
+  given.x = x, given.rows = rows, given.y = y;
+  given.codes = static_cast<const uint8_t*>(codes), given.size = size;
+  given.scale = scale, given.scale_type = static_cast<Type>(scale_type), given.zero = zero;
+  given.bias = bias, given.bias_type = static_cast<Type>(bias_type);
   try {
-    return size < code_bytes(w) || !linear(kernels(), pool(), w, in, out);
+    return !linear_of(form, given);
   } catch (...) {  // an exception must not pass through ctypes
     return 1;
   }

@@ -12,10 +12,26 @@ const Kernels& kernels();
 // As many threads as torch has now.
 Pool pool();
 
+// What a call of a linear layer adds to its form: x and y, and the packed tensors, null for those that there are not.
+struct Given {
+  const void* x;
+  int64_t rows;
+  const uint8_t* codes;
+  int64_t size;            // bytes of the codes
+  const void* scale;
+  Type scale_type;
+  const void* zero;        // as the form says, integers or numbers of the scale's type
+  const int32_t* sums;
+  const float *table, *factor;
+  const void* bias;
+  Type bias_type;
+  void* y;
+};
+
+// Compute a linear layer; `form`: of qcore_cpu_form. False if memory ran out or the codes are too few.
+bool linear_of(const void* form, const Given& given);
+
 }  // namespace qcore_cpu
 
 // For ctypes; see host.cpp.
 QCORE_EXPORT int64_t qcore_cpu_form_size();
-QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows, const void* codes, int64_t size,
-                                  const void* scale, int scale_type, const void* zero, const void* bias, int bias_type,
-                                  void* y);

@@ -66,20 +66,11 @@ struct Parts {
     w.zero = zero.data<uint8_t>();
     w.added = added.data();
     w.sums = sums.data<int32_t>();
-    w.offset = element == INT4 ? 8 : element == HALVES4 ? HALVES_OFFSET : 128;
-    w.table = table.data<float>();
-    if (element == FLOAT8) w.formula = formula_of(w.table);
-    if (element == HALVES4) {  // halves of whole numbers: fp4
-      w.factor *= 0.5f;
-      for (int i = 0; i < 16; i++) w.whole[i] = static_cast<uint8_t>(static_cast<int>(2.0f * w.table[i]) + w.offset);
-      w.table = nullptr;
-    }
+    set_table(w, table.data<float>());
     w.fold = fold_of(w.at, static_cast<Mode>(mode));
     check(data.numel() >= code_bytes(w), "the packed weight is smaller than its shape says");
     return w;
   }
-
-  static constexpr int HALVES_OFFSET = 12;
 };
 
 // n, k, group, element, mode and divides follow each other in the schemas.
@@ -220,23 +211,7 @@ Tensor embedding_op(Arguments& a) {
   t.table = values.data<float>();
   t.out = static_cast<Type>(result);
   const bool wide = indices.dtype() == aoti_torch_dtype_int64();
-  const void* at = indices.data();
-  const auto index = [&](int64_t i) -> int64_t {
-    return wide ? static_cast<const int64_t*>(at)[i] : static_cast<const int32_t*>(at)[i];
-  };
-  for (int64_t i = 0; i < count; i++) check(index(i) >= 0 && index(i) < v, "an index is outside the table");
-  char* to = y.data<char>();
-  const int64_t size = type_size(t.out);
-  const Kernels& use = kernels();
-  const int64_t scale_bytes = ceil_div(t.k, t.group) * type_size(t.scale_type);
-  each(pool(), count, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, k)), [&](int64_t i) {
-    if (i + 2 < count) {  // the row after the next is on its way
-      const int64_t row = index(i + 2);
-      for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(t.data + row * t.row_bytes + b);
-      for (int64_t b = 0; b < scale_bytes; b += 64) __builtin_prefetch(scale.data<char>() + row * scale_bytes + b);
-    }
-    use.lookup(t, index(i), to + i * k * size);
-  });
+  check(embed(kernels(), pool(), t, indices.data(), wide, count, y.data()), "an index is outside the table");
   return y;
 }
 

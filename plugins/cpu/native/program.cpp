@@ -250,6 +250,23 @@ void run(const IndexCopy& s, const Frame& f) {
   }
 }
 
+void run(const EmbeddingStep& s, const Frame& f) {
+  Table t{};
+  t.v = s.v, t.k = s.k, t.group = std::min(s.group, s.k), t.element = static_cast<Element>(s.element);
+  t.data = reinterpret_cast<const uint8_t*>(f.at(s.codes)), t.row_bytes = s.row_bytes;
+  t.scale = f.at(s.scale), t.scale_type = type_of(s.scale);
+  t.factor = t.divisor = 1.0f;
+  if (const char* factor = f.at(s.factor)) (s.divides ? t.divisor : t.factor) = *reinterpret_cast<const float*>(factor);
+  if (s.float_zeros) t.added = f.at(s.zero);
+  else t.zero = reinterpret_cast<const int8_t*>(f.at(s.zero));
+  t.table = reinterpret_cast<const float*>(f.at(s.table));
+  t.out = type_of(s.y);
+  const bool wide = type_of(s.indices) == I64;
+  if (!embed(f.kernels, f.pool, t, f.at(s.indices), wide, s.count, f.at(s.y))) {
+    throw OutOfRange("an index is outside the table");
+  }
+}
+
 }  // namespace
 }  // namespace qcore_cpu
 
@@ -280,6 +297,7 @@ QCORE_STEP(norm, NormStep)
 QCORE_STEP(rope, Rope)
 QCORE_STEP(attention, Attention)
 QCORE_STEP(index_copy, IndexCopy)
+QCORE_STEP(embedding, EmbeddingStep)
 
 // `form`: of `qcore_cpu_form`; it is copied.
 QCORE_EXPORT int qcore_cpu_step_linear(Program* program, const qcore_cpu::LinearStep* step, const char* form) {
@@ -287,10 +305,14 @@ QCORE_EXPORT int qcore_cpu_step_linear(Program* program, const qcore_cpu::Linear
   try {
     std::vector<char> kept(form, form + qcore_cpu_form_size());
     program->steps.push_back([s = *step, kept = std::move(kept)](const Frame& f) {
-      if (qcore_cpu_linear(kept.data(), f.at(s.x), s.rows, f.at(s.codes), s.size, f.at(s.scale), s.scale.type,
-                           f.at(s.zero), f.at(s.bias), s.bias.type, f.at(s.y))) {
-        throw std::bad_alloc();
-      }
+      const auto floats = [&](const Place& p) { return reinterpret_cast<const float*>(f.at(p)); };
+      Given g{};
+      g.x = f.at(s.x), g.rows = s.rows, g.y = f.at(s.y);
+      g.codes = reinterpret_cast<const uint8_t*>(f.at(s.codes)), g.size = s.size;
+      g.scale = f.at(s.scale), g.scale_type = type_of(s.scale), g.zero = f.at(s.zero);
+      g.sums = reinterpret_cast<const int32_t*>(f.at(s.sums)), g.table = floats(s.table), g.factor = floats(s.factor);
+      g.bias = f.at(s.bias), g.bias_type = type_of(s.bias);
+      if (!linear_of(kept.data(), g)) throw std::bad_alloc();
     });
     return 0;
   } catch (...) {

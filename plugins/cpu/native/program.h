@@ -69,10 +69,17 @@ struct IndexCopy {
   int64_t outer, size, count, inner;
 };
 
-// As `qcore_cpu_linear`.
+// As `Given` (host.h).
 struct LinearStep {
-  Place x, codes, scale, zero, bias, y;
+  Place x, codes, scale, zero, sums, table, factor, bias, y;
   int64_t rows, size;
+};
+
+// Rows of a quantized table (v, k); `type` of indices: I64 or I32.
+struct EmbeddingStep {
+  Place indices, codes, scale, zero, table, factor, y;
+  int64_t count, v, k, group, row_bytes;
+  int32_t element, float_zeros, divides;
 };
 
 // What a call of a program works on.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qcore import LinearRequest, ZeroPoint
+from qcore import LinearRequest, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, given_numbers, runs_now
 
 from . import native, ops
@@ -22,25 +22,32 @@ from .kinds import Kind, Mode, kind_of, needs_sums
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # noqa: SLF001
 
 
+def form_of(request: LinearRequest, group: int) -> bytes:
+    """What all calls of a layer have in common: ``Form`` of ``native/host.cpp``."""
+    _, make, size = native.direct()
+    scale, zero = given_numbers(request.activation)
+    out_scale, out_zero = given_numbers(request.output)
+    form, weight, x_type = ctypes.create_string_buffer(size), request.weight, ops.TYPES[request.x_dtype]
+    make(
+        form, request.n, request.k, group, kind_of(weight.element), Mode.of(request.activation), x_type,
+        ops.TYPES[request.out_dtype], weight.zero is ZeroPoint.FLOAT, weight.scale is ScaleType.E4M3D, scale or 1.0,
+        zero, out_scale or 1.0, out_zero,
+    )  # fmt: skip
+    return form.raw
+
+
+def takes_numbers_per_token(request: LinearRequest) -> bool:
+    """Whether each call is given scales, which no form holds."""
+    return any(getattr(part, "per_token", False) for part in (request.activation, request.output))
+
+
 class DirectLinear:
     """Computes what a `CpuLinear` does for x that is ready: on the CPU, contiguous, of the request's dtype."""
 
     def __init__(self, request: LinearRequest, group: int) -> None:
         self.n, self.k, self.x_dtype, self.out_dtype = request.n, request.k, request.x_dtype, request.out_dtype
-        self._run, make, size = native.direct()
-        scale, zero = given_numbers(request.activation)
-        out_scale, out_zero = given_numbers(request.output)
-        self._form = ctypes.create_string_buffer(size)
-        weight, types = request.weight, (ops.TYPES[self.x_dtype], ops.TYPES[self.out_dtype])
-        make(
-            self._form, self.n, self.k, group, kind_of(weight.element), Mode.of(request.activation), *types,
-            weight.zero is ZeroPoint.FLOAT, scale or 1.0, zero, out_scale or 1.0, out_zero,
-        )  # fmt: skip
-
-    @property
-    def form(self) -> bytes:
-        """What all calls have in common: ``Form`` of ``native/host.cpp``."""
-        return self._form.raw
+        self._run = native.direct()[0]
+        self._form = form_of(request, group)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
         """``(..., N)`` for x ``(..., K)``; None if only the op can compute it."""
@@ -67,7 +74,6 @@ class DirectLinear:
 
 def direct_linear(request: LinearRequest, group: int) -> DirectLinear | None:
     """The direct call for a request; None if its arguments are more than codes, scale, zero points and bias."""
-    tokens = any(getattr(part, "per_token", False) for part in (request.activation, request.output))
     integer = kind_of(request.weight.element) in (Kind.INT4, Kind.INT8)
-    plain = integer and not request.weight.scale.has_global and not needs_sums(request.activation) and not tokens
-    return DirectLinear(request, group) if plain and request.k else None
+    plain = integer and not request.weight.scale.has_global and not needs_sums(request.activation)
+    return DirectLinear(request, group) if plain and request.k and not takes_numbers_per_token(request) else None

@@ -41,6 +41,8 @@ class CpuEmbedding(Kernel):
             self.n, self.k, self.format.group(self.k), int(self.kind), self.format.scale is ScaleType.E4M3D,
             ops.TYPES[self.out_dtype],
         )  # fmt: skip
+        self.form = repr(self._constants).encode()
+        """Differs for tables that need another step of a program."""
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""

@@ -9,7 +9,7 @@ from qcore import LinearRequest, QTensor
 from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers
 
 from . import native, ops
-from .direct import direct_linear
+from .direct import direct_linear, form_of, takes_numbers_per_token
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -32,6 +32,9 @@ class CpuLinear(RowsKernel):
         )  # fmt: skip
         self.direct = direct_linear(request, self.layout.at.group)
         """The call past torch's dispatcher, if there is one for such layers."""
+        numbers = takes_numbers_per_token(request) or not request.k
+        self.form = None if numbers else form_of(request, self.layout.at.group)
+        """For a step of a program; None if calls take more than x."""
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""

@@ -63,7 +63,7 @@ def handle() -> ctypes.CDLL:
     pointer, size, code, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
     loaded.qcore_cpu_form_size.restype = size
     loaded.qcore_cpu_form.restype = None
-    loaded.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 5, number, size, number, size]
+    loaded.qcore_cpu_form.argtypes = [pointer, size, size, size, *(code,) * 6, number, size, number, size]
     codes, scale, bias = (pointer, size), (pointer, code), (pointer, code)
     loaded.qcore_cpu_linear.argtypes = [pointer, pointer, size, *codes, *scale, pointer, *bias, pointer]
     loaded.qcore_cpu_make_huge_pages.restype, loaded.qcore_cpu_make_huge_pages.argtypes = None, [pointer, size]

@@ -38,16 +38,17 @@ class InTorch:
 class LayerSlots:
     """A quantized layer of a program: what identifies it, and the slots of its packed tensors.
 
-    **Fields:** ``position``: of its weight among the inputs; ``scheme``, ``x_dtype``, ``out_dtype``, ``form``: of the
-    layer that the step was made for; ``slots``: of codes, scale and zero point (-1 for none).
+    **Fields:** ``position``: of its weight among the inputs; ``contract``, ``scheme``, ``x_dtype``, ``out_dtype``,
+    ``form``: of the layer that the step was made for; ``slots``: of its packed tensors, by name.
     """
 
     position: int
+    contract: str
     scheme: str
     x_dtype: torch.dtype
     out_dtype: torch.dtype
     form: bytes
-    slots: tuple[int, int, int]
+    slots: dict[str, int]
 
 
 @dataclass

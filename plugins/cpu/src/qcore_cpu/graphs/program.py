@@ -13,9 +13,10 @@ from torch import Tensor, fx
 
 from qcore.plugin_api import GraphPart, PartRefused, Role, constant_value, is_constant
 
+from .layers import layer_of
 from .lowering import InTorch, Lowered, Lowering
 from .memory import ARENA, Value, view_of
-from .rules import layer_of, rule_of
+from .rules import rule_of
 
 
 class _Room:
@@ -98,13 +99,12 @@ class Program:
             return
         room.markers = []
         for layer, marker in zip(self._lowered.layers, markers, strict=True):
-            found = layer_of(marker, layer.scheme, layer.x_dtype, layer.out_dtype)
-            if found is None or found[0] != layer.form:
+            found = layer_of(marker, layer.contract, layer.scheme, layer.x_dtype, layer.out_dtype)
+            if found is None or found[0].form != layer.form:
                 raise PartRefused("a layer is bound to another kernel than when it was compiled")
             packed = found[1]
-            for slot, name in zip(layer.slots, ("data", "scale", "zero"), strict=True):
-                if slot >= 0:
-                    room.bases[slot] = packed[name].data_ptr()
+            for name, slot in layer.slots.items():
+                room.bases[slot] = packed[name].data_ptr()
         room.markers = [weakref.ref(marker) for marker in markers]
 
     def _in_torch(self, node: InTorch, memory: dict[int, Tensor], held: Sequence[Any]) -> Tensor:

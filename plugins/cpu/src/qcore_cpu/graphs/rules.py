@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import base_name, bound_layer, is_whole, layers_of
+from qcore.plugin_api import base_name, is_whole
 
-from ..linear import CpuLinear
-from ..ops import SCALE_TYPES as SCALES
-from .lowering import LayerSlots, Lowering, Rule
+from .layers import embedding_step, layer_places
+from .lowering import Lowering, Rule
 from .memory import Value, place_of
-from .steps import Attention, IndexCopy, Linear, Norm, Operation, Place, Rope
+from .steps import Attention, IndexCopy, Linear, Norm, Operation, Rope
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 WHOLE = frozenset({torch.int64, torch.int32, torch.bool})
@@ -252,30 +251,35 @@ def _linear(low: Lowering, node: fx.Node) -> Value | None:
     x, weight, bias, scheme, n, out_dtype = map(_any, node.args)
     own = low.value(x)
     k, position = own.meta.shape[-1], low.position(weight)
-    layer = layer_of(low.part.inputs[position].value, str(scheme), own.meta.dtype, out_dtype)
-    if layer is None or (bias is not None and low.value(bias).meta.dtype not in FLOATS):
+    fits = bias is None or low.value(bias).meta.dtype in FLOATS
+    layer = layer_places(low, position, "linear", str(scheme), own.meta.dtype, out_dtype) if fits else None
+    if layer is None:
         return None
-    form, packed = layer
+    kernel, packed, at = layer
     own, offset = low.contiguous(own), None if bias is None else low.contiguous(low.value(bias))
     made = low.new((*own.meta.shape[:-1], n), out_dtype)
-    codes, scale, zero = low.slot(), low.slot(), low.slot() if "zero" in packed else -1
-    low.done.layers.append(LayerSlots(position, str(scheme), own.meta.dtype, out_dtype, form, (codes, scale, zero)))
     step = Linear(
-        own.place, Place(codes, 0, 0), Place(scale, SCALES[packed["scale"].dtype], 0), Place(zero, 0, 0),
-        place_of(offset), made.place, own.meta.numel() // k, packed["data"].numel(),
+        own.place, at["codes"], at["scale"], at["zero"], at["sums"], at["table"], at["factor"], place_of(offset),
+        made.place, own.meta.numel() // k, packed["data"].numel(),
     )  # fmt: skip
-    low.done.steps.append(step, form)
+    low.done.steps.append(step, kernel.form)
     return made
 
 
-@_rule("qcore_graph.dense", "qcore_graph.embedding", "qcore_graph.conv2d", "qcore_graph.grouped_linear")
+@_rule("qcore_graph.embedding")
+def _embedding(low: Lowering, node: fx.Node) -> Value | None:
+    indices, weight, scheme, k, out_dtype = map(_any, node.args)
+    own = low.value(indices)
+    layer = layer_places(low, low.position(weight), "embedding", str(scheme), own.meta.dtype, out_dtype)
+    if layer is None:
+        return None
+    kernel, packed, at = layer
+    own = low.contiguous(own)
+    made = low.new((*own.meta.shape, k), out_dtype)
+    low.done.steps.append(embedding_step(kernel, own, packed, at, made))
+    return made
+
+
+@_rule("qcore_graph.dense", "qcore_graph.conv2d", "qcore_graph.grouped_linear")
 def _in_torch(low: Lowering, node: fx.Node) -> None:
     """Torch's products of floats, and layers whose kernels are called as the layers call them."""
-
-
-def layer_of(marker: Any, scheme: str, x_dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[bytes, Any] | None:
-    """Form and packed tensors of the layer that owns a weight; None if it runs on another kernel or needs more."""
-    bound = bound_layer(layers_of(marker, "linear", scheme)[0], x_dtype)
-    if not isinstance(bound.kernel, CpuLinear) or bound.kernel.direct is None or bound.kernel.out_dtype != out_dtype:
-        return None
-    return bound.kernel.direct.form, bound.packed

@@ -102,14 +102,24 @@ class Linear(ctypes.Structure):
     """A quantized linear layer; ``size``: bytes of the codes."""
 
     _fields_ = [
-        ("x", Place), ("codes", Place), ("scale", Place), ("zero", Place), ("bias", Place), ("y", Place),
-        ("rows", _I64), ("size", _I64),
+        ("x", Place), ("codes", Place), ("scale", Place), ("zero", Place), ("sums", Place), ("table", Place),
+        ("factor", Place), ("bias", Place), ("y", Place), ("rows", _I64), ("size", _I64),
+    ]  # fmt: skip
+
+
+class Embedding(ctypes.Structure):
+    """Rows of a quantized table ``(v, k)``."""
+
+    _fields_ = [
+        ("indices", Place), ("codes", Place), ("scale", Place), ("zero", Place), ("table", Place), ("factor", Place),
+        ("y", Place), ("count", _I64), ("v", _I64), ("k", _I64), ("group", _I64), ("row_bytes", _I64),
+        ("element", _I32), ("float_zeros", _I32), ("divides", _I32),
     ]  # fmt: skip
 
 
 _NAMES: dict[type[ctypes.Structure], str] = {
     Elementwise: "elementwise", Copy: "copy", Norm: "norm", Rope: "rope", Attention: "attention",
-    IndexCopy: "index_copy", Linear: "linear",
+    IndexCopy: "index_copy", Linear: "linear", Embedding: "embedding",
 }  # fmt: skip
 _NO_MEMORY = "qcore_cpu: memory ran out in a program"
 _OUT_OF_RANGE = 2
