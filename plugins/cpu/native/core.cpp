@@ -366,7 +366,8 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
   return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out, 0, in.rows);
 }
 
-bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count, void* y) {
+bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count,
+           void* y) {
   const auto index = [&](int64_t i) -> int64_t {
     return wide ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
   };

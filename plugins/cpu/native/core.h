@@ -63,7 +63,8 @@ bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Inp
 
 // Rows `indices` (int64 if `wide`, else int32) of a table, one after the other, to y. False, and nothing is written, if one
 // is outside the table.
-bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count, void* y);
+bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count,
+           void* y);
 
 // Codes (n, k), one byte each, to and from packed ones: stored = (code + offset) modulo 256, or modulo 16 if bits is 4.
 void pack(const Pool& pool, const uint8_t* codes, uint8_t* data, int64_t n, const Geometry& at, int bits, int offset);
