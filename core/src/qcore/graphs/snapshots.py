@@ -6,6 +6,7 @@ import enum
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -40,28 +41,27 @@ class Contents:
     """What an object and all that it leads to hold, to be looked at often: by identity, so that nothing is compared."""
 
     def __init__(self, root: Any) -> None:
-        self._mappings: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
-        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._mappings: list[Any] = []
+        self._sequences: list[Any] = []
         self._sets: list[tuple[Any, frozenset[Any]]] = []
         for _, one in _reached({"": root}):
             if isinstance(one, (list, tuple, deque)):
-                self._sequences.append((one, tuple(one)))
+                self._sequences.append(one)
             elif isinstance(one, (set, frozenset)):
                 self._sets.append((one, frozenset(one)))
-            for held in _mappings(one):
-                self._mappings.append((held, tuple(held), tuple(held.values())))
+            self._mappings += _mappings(one)
+        self._held = [*(one.values() for one in self._mappings), *self._sequences]  # views, which follow their mappings
+        self._sizes, self._keys = [*map(len, self._held)], [*chain.from_iterable(self._mappings)]
+        self._known = [*chain.from_iterable(self._held)]
 
     def is_same(self) -> bool:
         """Whether every container still holds the same objects, in the same order."""
         return (
-            all(tuple(held) == keys and _all_same(held.values(), known) for held, keys, known in self._mappings)
-            and all(_all_same(held, known) for held, known in self._sequences)
+            [*map(len, self._held)] == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._held), self._known))
+            and [*chain.from_iterable(self._mappings)] == self._keys
             and all(held == known for held, known in self._sets)
         )
-
-
-def _all_same(held: Any, known: tuple[Any, ...]) -> bool:
-    return len(held) == len(known) and all(map(operator.is_, held, known))
 
 
 def _reached(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
