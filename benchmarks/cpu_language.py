@@ -52,12 +52,13 @@ class Ready(nn.Module):
 class Candidate:
     """``decode``: writes so many tokens; ``prefill``: reads `PREFILL` tokens. ``best``: seconds of each.
 
-    What runs in another process answers with its seconds.
+    ``tells_seconds``: ``decode`` returns its seconds, as it runs in another process.
     """
 
     decode: Callable[[int], Any]
     prefill: Callable[[], Any] | None
     best: list[float] = field(default_factory=lambda: [math.inf, math.inf])
+    tells_seconds: bool = False
 
 
 def gguf() -> Path:
@@ -181,33 +182,42 @@ def static_cache(model: Any, places: int) -> Any:
 
 
 def of_llama_cpp(file: Path, threads: int) -> Candidate:
-    """llama.cpp on the file, in a process of its own: beside another library's threads OpenMP lets idle ones sleep."""
+    """llama.cpp on the file, in a process of its own.
+
+    In one process its threads and torch's were more than there are cores, and OpenMP lets waiting threads sleep then:
+    qcore took twice the time with two threads. Raises `RuntimeError` if llama.cpp does not start.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     context.Process(target=serve_llama_cpp, args=(file, threads, theirs), daemon=True).start()
     theirs.close()
-    if error := ours.recv():
-        raise ImportError(error)
+    try:
+        error = ours.recv()
+    except EOFError:
+        error = "its process ended"
+    if error:
+        raise RuntimeError(error)
 
     def decode(count: int) -> float:
         ours.send(count)
         seconds: float = ours.recv()
         return seconds
 
-    return Candidate(decode, None)
+    return Candidate(decode, None, tells_seconds=True)
 
 
 def serve_llama_cpp(file: Path, threads: int, pipe: Any) -> None:
     """Write as many tokens as each message says, and answer with the seconds."""
     try:
         import xllamacpp
-    except ImportError as error:
-        pipe.send(str(error))
+
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.warmup = str(file), 2 * PREFILL, False
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        server = xllamacpp.Server(params)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other candidates go on
+        pipe.send(f"{type(error).__name__}: {error}")
         return
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup = str(file), 2 * PREFILL, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
     rule = {"prompt": " a" * PROMPT, "temperature": 0, "top_k": 1, "ignore_eos": True, "cache_prompt": False}
     clock = clock_for(threads)
     pipe.send("")
@@ -229,15 +239,15 @@ def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
     """Take turns; a token's time is that of ``tokens`` more of them after the first."""
     clock = clock_for(torch.get_num_threads())
 
-    def seconds(work: Callable[[], Any]) -> float:
+    def seconds(work: Callable[[], Any], *, told: bool = False) -> float:
         start = clock()
-        told = work()
-        return told if isinstance(told, float) else clock() - start
+        answer = work()
+        return float(answer) if told else clock() - start
 
     for turn in range(rounds + 1):  # the first warms up
         for one in candidates.values():
-            first = seconds(lambda one=one: one.decode(1))
-            each = (seconds(lambda one=one: one.decode(tokens + 1)) - first) / tokens
+            first = seconds(lambda one=one: one.decode(1), told=one.tells_seconds)
+            each = (seconds(lambda one=one: one.decode(tokens + 1), told=one.tells_seconds) - first) / tokens
             if turn and each > 0:
                 one.best[0] = min(one.best[0], each)
             if one.prefill is not None:
@@ -263,8 +273,8 @@ def main() -> None:
         found |= {name: candidate(file, name) for name in args.schemes.split(",")}
         try:
             found["llama.cpp"] = of_llama_cpp(file, args.threads)
-        except ImportError as error:
-            print(f"llama.cpp is left out: {error}; pip install xllamacpp")
+        except RuntimeError as error:
+            print(f"llama.cpp is left out: {error} (pip install xllamacpp)")
         measure(found, args.tokens, args.rounds)
     base = found["dense bfloat16"].best[0]
     rows = [

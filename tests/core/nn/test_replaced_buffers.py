@@ -67,7 +67,7 @@ def hides_tensors(layer):
 def test_functional_call_with_tensors_of_another(scheme, dtype, first):
     """They are computed with or refused, never ignored; copies of the layer's own are as good as its own.
 
-    Except in a trace, for a kernel with a tensor without strides (oneDNN's): no buffer can show it.
+    In a trace, copies are refused for a kernel with a tensor without strides (oneDNN's): no buffer can show it.
     """
     layer, other = linear(scheme).to(dtype), linear(scheme).to(dtype)
     other.weight, other.bias = qcore.quantize(torch.randn(32, 64), layer.weight.format), torch.nn.Parameter(-layer.bias)

@@ -12,7 +12,7 @@ from torch import nn
 
 import qcore
 from qcore.nn import QuantizedLinear
-from qcore.nn.siblings import SiblingLinear
+from qcore.nn.siblings import SiblingLinear, join
 
 SCHEMES = ("w4a16-g32", "w8a16", "w8a8", "w8a8-aasym", "w4a8-g32-asym", "w8a8-static(0.02,3)", "wnf4a16-g64")
 
@@ -344,3 +344,32 @@ def test_hooks_and_modes_stay(x):
         model(x)
     assert seen == [(3, 5, 32)]
     assert not model.k_proj.training
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shapes", [[(16,), (48,)], [(1, 32), (32,)], [(32,), (32, 1)]])
+def test_each_bias_is_checked_before_they_are_joined(shapes, compiled):
+    layers = [qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 32), "w8a16") for _ in shapes]
+    model = torch.nn.ModuleList(join(layers))
+    for layer, shape in zip(model, shapes, strict=True):
+        layer.bias = torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+
+    def run(x):
+        return [layer(x) for layer in model]
+
+    run = torch.compile(run, backend="eager") if compiled else run
+    with pytest.raises((qcore.FormatError, torch._dynamo.exc.Unsupported), match=r"bias has .* needs \(32,\)"):
+        run(torch.randn(3, 64))
+
+
+@torch.no_grad()
+def test_other_memory_of_a_bias_is_seen():
+    layers = [qcore.nn.QuantizedLinear.from_float(torch.nn.Linear(64, 32), "w8a16") for _ in range(2)]
+    first, second = join(layers)
+    x = torch.randn(3, 64)
+    before, others = first(x), second(x)
+    first.bias.data = first.bias.data + 1.0
+    torch.testing.assert_close(first(x), before + 1.0)
+    torch.testing.assert_close(second(x), others)

@@ -20,19 +20,24 @@ from .graph_ops import captures_layers, emit
 
 if TYPE_CHECKING:
     from .linear import QuantizedLinear
+    from .siblings import Siblings
 
 
-def captured_linear(layer: QuantizedLinear, x: Tensor, bias: Tensor | None) -> Tensor | None:
+def captured_linear(layer: QuantizedLinear, x: Tensor, group: Siblings | None = None) -> Tensor | None:
     """Emit the node of a linear layer, or return None if its call needs more: no node, gradients, autocast, codes in x.
 
-    Raises `FormatError` as the layer does.
+    ``group``: the siblings that share the layer's packed weight; the node is that of all. Raises `FormatError` as the
+    layer does.
     """
-    node = layer._node
-    if node is None or not captures_layers():
+    # Constants of the trace first: what is read after them is guarded.
+    if not captures_layers() or layer._node is None:
         return None
-    call, sizes, marker, device, autocasts, out_dtype = node
+    call, sizes, marker, device, autocasts, out_dtype = layer._node
     check_dense("x", x, torch.device(device))
-    if x.dtype not in FLOATS or needs_derivatives(x, bias) or (autocasts and _autocast(x)):
+    if x.dtype not in FLOATS or (autocasts and _autocast(x)):
+        return None
+    bias = layer.bias if group is None else group.bias()
+    if needs_derivatives(x, bias):
         return None
     check_last_dimension(x, sizes[1], "in_features")
     check_bias(bias, sizes[0], torch.device(device))

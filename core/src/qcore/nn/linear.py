@@ -77,7 +77,7 @@ class QuantizedLinear(QuantizedModule):
         """Apply the layer. Raises `FormatError` if the last dimension of x is not ``in_features``."""
         # is_compiling() comes first: dynamo guards on every value that a trace reads, and recompiles if it changes.
         if torch.compiler.is_compiling():
-            y = captured_linear(self, x, self.bias)
+            y = captured_linear(self, x)
             return self._run(x) if y is None else y
         bias = self._parameters.get("bias")
         bound = self._fast_bound(x, bias)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..contracts import LinearRequest
 from ..errors import FormatError
 from ..formats.tracing import is_transformed
+from ..functional.checks import check_bias
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from .capturing import captured_linear
@@ -145,13 +146,15 @@ class Siblings:
             return None
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self._joined(own)
-        key = tuple((bias, None if bias is None else bias._version) for bias in own)
+        key = tuple(None if bias is None else (bias, bias._version, bias.untyped_storage()) for bias in own)
         known = self._biases
-        if known is None or any(a is not c or b != d for (a, b), (c, d) in zip(known[0], key, strict=True)):
+        if known is None or not all(map(_is_unchanged, known[0], key)):
             known = self._biases = key, self._joined(own)
         return known[1]
 
     def _joined(self, own: Sequence[Tensor | None]) -> Tensor:
+        for bias, member in zip(own, self.members, strict=True):
+            check_bias(bias, member.out_features, self.members[0]._store.device)
         like = next(bias for bias in own if bias is not None)
         return torch.cat(
             [
@@ -238,7 +241,7 @@ class SiblingLinear(QuantizedLinear):
             return super().forward(x)
         if torch.compiler.is_compiling() or type(x) is not Tensor:
             # In a graph each sibling asks for the same product, which the compiler computes once.
-            whole = captured_linear(self, x, group.bias()) if torch.compiler.is_compiling() else None
+            whole = captured_linear(self, x, group) if torch.compiler.is_compiling() else None
             return group.split(self._run(x) if whole is None else whole)[self._index]
         if x.is_inference() or is_transformed():  # it may change unseen; results live as long as a transform
             return group.split(self._whole(x, group))[self._index]
@@ -306,6 +309,13 @@ class SiblingLinear(QuantizedLinear):
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""
         return super().extra_repr() + (f", siblings={len(self.siblings)}" if self._group is not None else "")
+
+
+def _is_unchanged(one: Any, other: Any) -> bool:
+    """Whether two biases have the same version and memory; ``bias.data = t`` changes the memory alone."""
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1] and one[2]._cdata == other[2]._cdata
 
 
 def _fits(weight: Any, store: WeightStore) -> bool:
