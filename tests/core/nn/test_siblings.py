@@ -373,3 +373,36 @@ def test_other_memory_of_a_bias_is_seen():
     first.bias.data = first.bias.data + 1.0
     torch.testing.assert_close(first(x), before + 1.0)
     torch.testing.assert_close(second(x), others)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(join([QuantizedLinear.from_float(nn.Linear(64, 32), "w4a16-g32") for _ in "qk"]))
+
+    def forward(self, x):
+        found = []
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            found.append(layer(x))
+        return found
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_compiler")
+def test_graph_breaks_and_errors_between_siblings():
+    """Dynamo compiles the code that keeps results for siblings as a frame of its own."""
+    for _ in range(2):  # the second one meets the code of the first
+        model, x = Broken(), torch.randn(3, 64)
+        compiled = torch.compile(model, backend="eager")
+
+        def check(x, compiled=compiled, model=model):
+            for found, expected in zip(compiled(x), model(x), strict=True):
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check(x.to(dtype))
+        with pytest.raises(qcore.FormatError, match="dense"):
+            compiled(x.to_sparse())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            check(x.half())

@@ -119,7 +119,8 @@ class _Results:
 class _Local(threading.local):
     """The results of a thread's last call that some members have not taken yet."""
 
-    results: _Results | None = None
+    def __init__(self) -> None:  # runs in each thread: a class attribute instead would be a guard of Dynamo that fails
+        self.results: _Results | None = None
 
 
 class Siblings:
