@@ -375,6 +375,18 @@ def test_other_memory_of_a_bias_is_seen():
     torch.testing.assert_close(second(x), others)
 
 
+@torch.no_grad()
+def test_static_numbers_of_one_member_are_its_own():
+    made = [QuantizedLinear.from_float(nn.Linear(64, 32), f"w8a8-static({scale},0)") for scale in (0.05, 0.05, 0.2)]
+    first, second = join(made[:2])
+    second.load_state_dict(made[2].state_dict())
+    for _ in range(4):
+        x = torch.randn(3, 64) * 3
+        expected = first(x.clone())
+        torch.testing.assert_close(first(x), expected)
+        torch.testing.assert_close(second(x), made[2](x))
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -247,7 +247,16 @@ class SiblingLinear(QuantizedLinear):
         if x.is_inference() or is_transformed():  # it may change unseen; results live as long as a transform
             return group.split(self._whole(x, group))[self._index]
         autocast = _autocast(x) if _any_autocast() else None
-        key = (x._version, torch.is_grad_enabled(), self._dtype, self._fixed_out_dtype, _stream_of(x), autocast)
+        numbers = (self.scheme.activation, self.scheme.output)  # of static ones, which may be loaded for one member
+        key = (
+            x._version,
+            torch.is_grad_enabled(),
+            self._dtype,
+            self._fixed_out_dtype,
+            _stream_of(x),
+            autocast,
+            numbers,
+        )
         found = group.take(self._index, x, key)
         if found is not None:
             return found
