@@ -48,9 +48,11 @@ def layer_places(
     kernel, packed = layer
     slots = {name: low.slot() for name in _PACKED if name in packed}
     assert kernel.form is not None
-    low.done.layers.append(LayerSlots(position, contract, scheme, x_dtype, out_dtype, kernel.form, slots))
+    scale_dtype = packed["scale"].dtype
+    made_for = (contract, scheme, x_dtype, out_dtype, kernel.form, scale_dtype)
+    low.done.layers.append(LayerSlots(position, *made_for, slots))
     places = dict.fromkeys(_PACKED.values(), NOWHERE) | {_PACKED[name]: Place(at, 0, 0) for name, at in slots.items()}
-    places["scale"] = Place(slots["scale"], SCALE_TYPES[packed["scale"].dtype], 0)
+    places["scale"] = Place(slots["scale"], SCALE_TYPES[scale_dtype], 0)
     return kernel, packed, places
 
 

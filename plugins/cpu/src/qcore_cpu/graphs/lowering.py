@@ -39,7 +39,7 @@ class LayerSlots:
     """A quantized layer of a program: what identifies it, and the slots of its packed tensors.
 
     **Fields:** ``position``: of its weight among the inputs; ``contract``, ``scheme``, ``x_dtype``, ``out_dtype``,
-    ``form``: of the layer that the step was made for; ``slots``: of its packed tensors, by name.
+    ``form``, ``scale_dtype``: of the layer that the step was made for; ``slots``: of its packed tensors, by name.
     """
 
     position: int
@@ -48,6 +48,7 @@ class LayerSlots:
     x_dtype: torch.dtype
     out_dtype: torch.dtype
     form: bytes
+    scale_dtype: torch.dtype
     slots: dict[str, int]
 
 

@@ -103,6 +103,8 @@ class Program:
             if found is None or found[0].form != layer.form:
                 raise PartRefused("a layer is bound to another kernel than when it was compiled")
             packed = found[1]
+            if packed["scale"].dtype != layer.scale_dtype:
+                raise PartRefused("a layer has scales of another dtype than when it was compiled")
             for name, slot in layer.slots.items():
                 room.bases[slot] = packed[name].data_ptr()
         room.markers = [weakref.ref(marker) for marker in markers]
