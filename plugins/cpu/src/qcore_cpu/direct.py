@@ -22,8 +22,10 @@ from .kinds import Kind, Mode, kind_of, needs_sums
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # noqa: SLF001
 
 
-def form_of(request: LinearRequest, group: int) -> bytes:
-    """What all calls of a layer have in common: ``Form`` of ``native/host.cpp``."""
+def form_of(request: LinearRequest, group: int) -> bytes | None:
+    """What all calls of a layer have in common: ``Form`` of ``native/host.cpp``; None if each call is given scales."""
+    if not request.k or any(getattr(part, "per_token", False) for part in (request.activation, request.output)):
+        return None
     _, make, size = native.direct()
     scale, zero = given_numbers(request.activation)
     out_scale, out_zero = given_numbers(request.output)
@@ -36,18 +38,13 @@ def form_of(request: LinearRequest, group: int) -> bytes:
     return form.raw
 
 
-def takes_numbers_per_token(request: LinearRequest) -> bool:
-    """Whether each call is given scales, which no form holds."""
-    return any(getattr(part, "per_token", False) for part in (request.activation, request.output))
-
-
 class DirectLinear:
     """Computes what a `CpuLinear` does for x that is ready: on the CPU, contiguous, of the request's dtype."""
 
-    def __init__(self, request: LinearRequest, group: int) -> None:
+    def __init__(self, request: LinearRequest, form: bytes) -> None:
         self.n, self.k, self.x_dtype, self.out_dtype = request.n, request.k, request.x_dtype, request.out_dtype
         self._run = native.direct()[0]
-        self._form = form_of(request, group)
+        self._form = form
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor | None:
         """``(..., N)`` for x ``(..., K)``; None if only the op can compute it."""
@@ -72,8 +69,8 @@ class DirectLinear:
         return None if failed else y
 
 
-def direct_linear(request: LinearRequest, group: int) -> DirectLinear | None:
+def direct_linear(request: LinearRequest, form: bytes | None) -> DirectLinear | None:
     """The direct call for a request; None if its arguments are more than codes, scale, zero points and bias."""
     integer = kind_of(request.weight.element) in (Kind.INT4, Kind.INT8)
     plain = integer and not request.weight.scale.has_global and not needs_sums(request.activation)
-    return DirectLinear(request, group) if plain and request.k and not takes_numbers_per_token(request) else None
+    return DirectLinear(request, form) if plain and form is not None else None

@@ -9,7 +9,7 @@ from qcore import LinearRequest, QTensor
 from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers
 
 from . import native, ops
-from .direct import direct_linear, form_of, takes_numbers_per_token
+from .direct import direct_linear, form_of
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -30,11 +30,10 @@ class CpuLinear(RowsKernel):
             *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
             out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
         )  # fmt: skip
-        self.direct = direct_linear(request, self.layout.at.group)
-        """The call past torch's dispatcher, if there is one for such layers."""
-        numbers = takes_numbers_per_token(request) or not request.k
-        self.form = None if numbers else form_of(request, self.layout.at.group)
+        self.form = form_of(request, self.layout.at.group)
         """For a step of a program; None if calls take more than x."""
+        self.direct = direct_linear(request, self.form)
+        """The call past torch's dispatcher, if there is one for such layers."""
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Run on x ``(..., K)``, giving ``(..., N)``; raises `FormatError` for another K."""
