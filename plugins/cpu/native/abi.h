@@ -25,6 +25,7 @@ int32_t torch_get_num_threads(uint32_t* threads);
 int32_t aoti_torch_delete_tensor_object(AtenTensorOpaque* tensor);
 int32_t aoti_torch_get_data_ptr(AtenTensorOpaque* tensor, void** data);
 int32_t aoti_torch_get_numel(AtenTensorOpaque* tensor, int64_t* numel);
+int32_t aoti_torch_get_dim(AtenTensorOpaque* tensor, int64_t* dim);
 int32_t aoti_torch_get_sizes(AtenTensorOpaque* tensor, int64_t** sizes);
 int32_t aoti_torch_get_dtype(AtenTensorOpaque* tensor, int32_t* dtype);
 int32_t aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
@@ -75,11 +76,17 @@ class Tensor {
     ok(aoti_torch_get_numel(handle_, &n));
     return n;
   }
-  int64_t size(int i) const {
+  int64_t dim() const {
+    int64_t n;
+    ok(aoti_torch_get_dim(handle_, &n));
+    return n;
+  }
+  const int64_t* sizes() const {
     int64_t* sizes;
     ok(aoti_torch_get_sizes(handle_, &sizes));
-    return sizes[i];
+    return sizes;
   }
+  int64_t size(int i) const { return sizes()[i]; }
   int32_t dtype() const {
     int32_t d;
     ok(aoti_torch_get_dtype(handle_, &d));

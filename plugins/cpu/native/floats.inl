@@ -201,20 +201,23 @@ static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, v
 // nothing else between groups. Returns false if a scale is so small or large that the processor may round wrongly.
 static bool lookup_int4_bf16(const Table& t, const Weight& scales, int64_t row, uint16_t* y) {
   if (t.k % t.group || t.group % (2 * LANES) || t.added) return false;
-  const int64_t groups = t.k / t.group;
+  const int64_t group = t.group, groups = t.k / group;
   const uint8_t* codes = t.data + row * t.row_bytes;
   const F numbers = to_f(sub_i(xor_i(lane_numbers(), set_i(8)), set_i(8)));
   alignas(64) float some[ROW_SCALES];
   for (int64_t from = 0; from < groups; from += ROW_SCALES) {
     const int64_t here = groups - from < ROW_SCALES ? groups - from : ROW_SCALES;
     row_scales(scales, row * groups + from, here, some);
-    for (int64_t g = 0; g < here; g++)
-      if (!is_normal(some[g])) return false;
+    for (int64_t g = here; g % LANES; g++) some[g] = 0;
+    // All are looked at before the loop below, whose groups then depend on nothing.
+    bool usual = true;
+    for (int64_t g = 0; g < here; g += LANES) usual &= all_converted(load_f(some + g));
+    if (!usual) return false;
     const int8_t* zero = t.zero ? t.zero + row * groups + from : nullptr;
     for (int64_t g = 0; g < here; g++) {
       const F whole = zero ? sub_f(numbers, set_f((float)zero[g])) : numbers;
       const Words sixteen = converted_words(mul_f(whole, set_f(some[g])));
-      for (int64_t i = 0; i < t.group; i += 2 * LANES, codes += LANES, y += 2 * LANES) store_words_of(sixteen, codes, y);
+      for (int64_t i = 0; i < group; i += 2 * LANES, codes += LANES, y += 2 * LANES) store_words_of(sixteen, codes, y);
     }
   }
   return true;

@@ -73,7 +73,7 @@ QCORE_EXPORT void qcore_cpu_form(void* form, int64_t n, int64_t k, int64_t group
 
 namespace qcore_cpu {
 
-bool linear_of(const void* form, const Given& g) {
+bool linear_of(const void* form, const LinearArguments& g) {
   const Form& made = *static_cast<const Form*>(form);
   Weight w = made.weight;
   w.data = g.codes;
@@ -103,7 +103,7 @@ QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows,
                                   const void* scale, int scale_type, const void* zero, const void* bias, int bias_type,
                                   void* y) {
   using namespace qcore_cpu;
-  Given given{};
+  LinearArguments given{};
   given.x = x, given.rows = rows, given.y = y;
   given.codes = static_cast<const uint8_t*>(codes), given.size = size;
   given.scale = scale, given.scale_type = static_cast<Type>(scale_type), given.zero = zero;

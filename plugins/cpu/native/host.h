@@ -13,7 +13,7 @@ const Kernels& kernels();
 Pool pool();
 
 // What a call of a linear layer adds to its form: x and y, and the packed tensors, null for those that there are not.
-struct Given {
+struct LinearArguments {
   const void* x;
   int64_t rows;
   const uint8_t* codes;
@@ -29,7 +29,7 @@ struct Given {
 };
 
 // Compute a linear layer; `form`: of qcore_cpu_form. False if memory ran out or the codes are too few.
-bool linear_of(const void* form, const Given& given);
+bool linear_of(const void* form, const LinearArguments& given);
 
 }  // namespace qcore_cpu
 

@@ -1,8 +1,8 @@
 // torch.ops.qcore_cpu.*: the kernels as ops on torch's stable C interface (abi.h).
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "abi.h"
 #include "conv.h"
@@ -37,12 +37,13 @@ int32_t dtype_of(int64_t type) {
   }
 }
 
-Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
-  int64_t stride[4], all = 1;
-  const auto n = static_cast<int64_t>(sizes.size());
-  for (int64_t i = n - 1; i >= 0; i--) stride[i] = all, all *= std::max<int64_t>(1, sizes.begin()[i]);
+Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t all = 1;
+  for (size_t i = sizes.size(); i-- > 0;) strides[i] = all, all *= std::max<int64_t>(1, sizes[i]);
   AtenTensorOpaque* made = nullptr;
-  ok(aoti_torch_empty_strided(n, sizes.begin(), stride, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  const auto dims = static_cast<int64_t>(sizes.size());
+  ok(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
 
@@ -197,7 +198,9 @@ Tensor embedding_op(Arguments& a) {
   const int64_t v = a.integer(), k = a.integer(), group = a.integer(), element = a.integer();
   const bool divides = a.boolean();
   const int64_t result = a.integer(), count = indices.numel();
-  Tensor y = empty({count, k}, dtype_of(result));
+  std::vector<int64_t> sizes(indices.sizes(), indices.sizes() + indices.dim());
+  sizes.push_back(k);
+  Tensor y = empty(sizes, dtype_of(result));
   Table t{};
   t.v = v, t.k = k, t.group = std::min(group, k);
   t.element = static_cast<Element>(element);

@@ -306,7 +306,7 @@ QCORE_EXPORT int qcore_cpu_step_linear(Program* program, const qcore_cpu::Linear
     std::vector<char> kept(form, form + qcore_cpu_form_size());
     program->steps.push_back([s = *step, kept = std::move(kept)](const Frame& f) {
       const auto floats = [&](const Place& p) { return reinterpret_cast<const float*>(f.at(p)); };
-      Given g{};
+      LinearArguments g{};
       g.x = f.at(s.x), g.rows = s.rows, g.y = f.at(s.y);
       g.codes = reinterpret_cast<const uint8_t*>(f.at(s.codes)), g.size = s.size;
       g.scale = f.at(s.scale), g.scale_type = type_of(s.scale), g.zero = f.at(s.zero);

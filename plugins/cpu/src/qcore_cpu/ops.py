@@ -49,7 +49,7 @@ def _conv2d(x: Tensor, *rest: Any) -> Tensor:
 
 def _embedding(indices: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     k, result = rest[6], rest[-1]
-    return codes.new_empty((indices.numel(), k), dtype=_DTYPES[result])
+    return codes.new_empty((*indices.shape, k), dtype=_DTYPES[result])
 
 
 def _pack(codes: Tensor, group: int, bits: int, offset: int) -> Tensor:
