@@ -88,7 +88,7 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
     };
     if (h < 0 || h >= image.height) return fill(0, width);
     fill(0, image.pw), fill(image.pw + image.width, image.pw);
-    const Runs pixels{first_of(b, h), in.type, own, image.width, image.channels};
+    const Runs pixels{first_of(b, h), in.type, own, image.width, image.channels, nullptr, 0};
     const int64_t first = line * width + image.pw;
     kernels.quantize_runs(pixels, inverse, in.zero, true, q + first * own, pixel_sums + first);
     if (in.type == I8) return;
@@ -157,34 +157,46 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       const int32_t* from = map + (b * image.height + h) * image.width;
       for (int64_t u = 0; u < image.width; u++) most[u] = std::max(most[u], from[u]);
     }
-    const bool high = top >= 0 && top + (image.kh - 1) * image.dh < image.height;  // no padding above and below
+    const auto present = [&](int64_t i) { return top + i * image.dh >= 0 && top + i * image.dh < image.height; };
+    int64_t begin = 0, end = image.kh;  // rows of the windows that are no padding
+    while (begin < end && !present(begin)) begin++;
+    while (begin < end && !present(end - 1)) end--;
+    int32_t before = INFINITE;  // `most` of the window before, if that was inside
     for (int64_t v = 0; v < ow; v++) {
       const int64_t left = v * image.sw - image.pw;
       int32_t most = 0;
       for (int64_t j = 0; j < image.kw; j++) most = std::max(most, below[static_cast<size_t>(v * image.sw + j * image.dw)]);
       const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
-      const auto codes_of = [&](int64_t h, int64_t u, int64_t count, int64_t runs, int8_t* to) {
+      const auto codes_of = [&](int64_t h, int64_t u, int64_t count, int64_t runs, int8_t* to, int64_t ready) {
         const char* from = x + ((b * image.height + h) * image.width + u) * image.channels * size;
-        const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels};
+        const int8_t* codes = to - step + image.sw * own;
+        const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels, codes, ready * own};
         return kernels.quantize_runs(pixels, inverse, 0, false, to, nullptr);
       };
       scales[v] = scale, sums[v] = 0;
       int8_t* to = q + v * step;
       if (most >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
         std::memset(to, 0, static_cast<size_t>(w.at.k));
+        before = INFINITE;
         continue;
       }
       const bool inside = image.dw == 1 && image.groups == 1 && left >= 0 && left + image.kw <= image.width;
-      const int64_t taps = inside ? image.kw : 1;  // neighbours that lie side by side, in the image and among the codes
-      if (inside && high) {
-        sums[v] = codes_of(top, left, taps, image.kh, to);
-      } else {
-        for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
-          for (int64_t j = 0, u = left; j < image.kw; j += taps, u += image.dw, to += taps * own) {
-            const bool padding = h < 0 || h >= image.height || u < 0 || u >= image.width;
-            if (padding) std::memset(to, 0, static_cast<size_t>(taps * own));
-            else sums[v] += codes_of(h, u, taps, 1, to);
-          }
+      if (inside) {  // neighbours lie side by side, in the image and among the codes
+        const int64_t run = image.kw * own;
+        std::memset(to, 0, static_cast<size_t>(begin * run));
+        std::memset(to + end * run, 0, static_cast<size_t>((image.kh - end) * run));
+        // The largest value is often that of the window before, and then the codes of pixels in both are the same.
+        const int64_t ready = most == before ? std::max<int64_t>(0, image.kw - image.sw) : 0;
+        if (begin < end) sums[v] = codes_of(top + begin * image.dh, left, image.kw, end - begin, to + begin * run, ready);
+        before = most;
+        continue;
+      }
+      before = INFINITE;
+      for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
+        for (int64_t j = 0, u = left; j < image.kw; j++, u += image.dw, to += own) {
+          const bool padding = h < 0 || h >= image.height || u < 0 || u >= image.width;
+          if (padding) std::memset(to, 0, static_cast<size_t>(own));
+          else sums[v] += codes_of(h, u, 1, 1, to, 0);
         }
       }
     }

@@ -178,8 +178,8 @@ struct Kernels {
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
   // Many rows of bf16 x on products of bf16 pairs, whose `run` may be null; of other float x.
   Panel bf16_panel, float_panel;
-  // Runs of values as codes round(x * inverse) + zero, side by side; returns the sum of all, and of each in `sums` unless it
-  // is null. Codes (I8) are copied. Without `clamp` zero is 0, and no value lies beyond the codes.
+  // Runs of values as codes round(x * inverse) + zero, side by side; returns the sum of all, or puts that of each in `sums`.
+  // Codes (I8) are copied. Without `clamp` zero is 0, and no value lies beyond the codes.
   int32_t (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums);
   // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
@@ -196,11 +196,14 @@ struct Kernels {
   const struct Elements* elements;
 };
 
-// Runs of `count` values, `step` of them from run to run.
+// Runs of `count` values, `step` of them from run to run. The first `ready` values of each are codes already, from `codes` on
+// and `count` apart.
 struct Runs {
   const void* x;
   Type type;
   int64_t count, runs, step;
+  const int8_t* codes;
+  int64_t ready;
 };
 
 // Rows of codes in an image of codes: row r begins at x + r * step and is the runs at `taps`.

@@ -42,6 +42,18 @@ static inline I four_to_codes(I a, I b, I c, I d, I zeros) {
   const I first = _mm512_adds_epi16(_mm512_packs_epi32(a, b), zeros), second = _mm512_adds_epi16(_mm512_packs_epi32(c, d), zeros);
   return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(first, second));
 }
+// 64 numbers of bfloat16 times f, rounded to codes that are all within int8. Even and odd numbers apart: a float with the
+// lower 16 bits cleared, or moved up; the codes of both, within 16 bits, are put together in order.
+#define QCORE_BF16_TO_CODES
+static inline I bf16_to_codes(const uint16_t* x, F f) {
+  const auto words = [&](const uint16_t* at) {
+    const I pairs = load_i(at);
+    const I even = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), f));
+    const I odd = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(and_i(pairs, set_i((int32_t)0xffff0000))), f));
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+  };
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi16(words(x), words(x + 32)));
+}
 static inline I bits(F v) { return _mm512_castps_si512(v); }
 static inline F from_bits(I v) { return _mm512_castsi512_ps(v); }
 static inline F to_f(I v) { return _mm512_cvtepi32_ps(v); }

@@ -1,9 +1,16 @@
 // Convolutions: codes of whole images or windows, and products of windows that lie at a constant step.
 
+// The sum of codes: of vectors, and of what is no whole vector.
+struct CodeSum {
+  I lanes = set_i(0);
+  int32_t rest = 0;
+  int32_t all() const { return sum_i(lanes) + rest; }
+};
+
 // CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
 template <Type TYPE, bool CLAMP>
-static inline __attribute__((always_inline)) int32_t
-run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* codes) {
+static inline __attribute__((always_inline)) void
+run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* codes, CodeSum& sum) {
   const F f = set_f(inverse), most = set_f(1e6f), least = set_f(-1e6f);
   const I z = set_i(zero), high = set_i(127), low = set_i(-128);
   const auto code = [&](F v) {
@@ -11,7 +18,6 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
     if (!CLAMP) return round_i(mul_f(v, f));
     return max_i(min_i(add_i(round_i(max_f(min_f(mul_f(v, f), most), least)), z), high), low);
   };
-  I sum = set_i(0);
   int64_t i = 0;
 #ifdef QCORE_FOUR_TO_CODES  // narrowed by saturation, which takes care of bounds
   if constexpr (TYPE != I8) {
@@ -20,39 +26,60 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
       const F v = mul_f(widen_f(x, at, TYPE), f);
       return round_i(CLAMP ? min_f(v, most) : v);  // what is below int32 becomes its least number
     };
+#ifdef QCORE_BF16_TO_CODES
+    if constexpr (TYPE == BF16 && !CLAMP) {
+      for (; i + 4 * LANES <= count; i += 4 * LANES) {
+        const I q = bf16_to_codes((const uint16_t*)x + i, f);
+        sum.lanes = dot(sum.lanes, ones, q);
+        store_i(codes + i, q);
+      }
+    }
+#endif
     for (; i + 4 * LANES <= count; i += 4 * LANES) {
       const I q = four_to_codes(whole(i), whole(i + LANES), whole(i + 2 * LANES), whole(i + 3 * LANES), zeros);
-      sum = dot(sum, ones, q);
+      sum.lanes = dot(sum.lanes, ones, q);
       store_i(codes + i, q);
     }
   }
 #endif
   for (; i + LANES <= count; i += LANES) {
     const I q = code(widen_f(x, i, TYPE));
-    sum = add_i(sum, q);
+    sum.lanes = add_i(sum.lanes, q);
     narrow_i(codes + i, q);
   }
-  int32_t total = sum_i(sum);
   if (i < count) {
     alignas(64) float rest[LANES] = {0};
     alignas(64) int8_t narrow[LANES];
     widen(x + i * type_size(TYPE), TYPE, count - i, rest);
     narrow_i(narrow, code(load_f(rest)));
-    for (int j = 0; i < count; i++, j++) codes[i] = narrow[j], total += narrow[j];
+    for (int j = 0; i < count; i++, j++) codes[i] = narrow[j], sum.rest += narrow[j];
   }
-  return total;
+}
+
+static inline void copy_codes(const int8_t* from, int64_t count, int8_t* codes, CodeSum& sum) {
+  int64_t i = 0;
+#ifdef QCORE_FOUR_TO_CODES
+  for (; i + 4 * LANES <= count; i += 4 * LANES) {
+    const I q = load_i(from + i);
+    sum.lanes = dot(sum.lanes, set_bytes(1), q);
+    store_i(codes + i, q);
+  }
+#endif
+  for (; i < count; i++) codes[i] = from[i], sum.rest += from[i];
 }
 
 template <Type TYPE, bool CLAMP>
 static int32_t all_codes(const Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums) {
   const char* from = (const char*)x.x;
-  int32_t total = 0;
+  CodeSum total;
   for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE), codes += x.count) {
-    const int32_t sum = run_codes<TYPE, CLAMP>(from, x.count, inverse, zero, codes);
-    if (sums) sums[r] = sum;
-    total += sum;
+    if (x.ready) copy_codes(x.codes + r * x.count, x.ready, codes, total);
+    run_codes<TYPE, CLAMP>(from + x.ready * type_size(TYPE), x.count - x.ready, inverse, zero, codes + x.ready, total);
+    if (!sums) continue;
+    sums[r] = total.all();
+    total = {};
   }
-  return total;
+  return sums ? 0 : total.all();
 }
 
 static int32_t quantize_runs(const Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums) {

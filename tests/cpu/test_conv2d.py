@@ -1,0 +1,52 @@
+"""Convolutions whose windows have a scale each."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+import qcore
+from qcore_cpu import native
+
+assert not native.fault()
+
+
+def windows_of(x, conv):
+    """The windows of an image as rows of (kernel height, kernel width, channels)."""
+    (kh, kw), (sh, sw), (dh, dw), (ph, pw) = conv.kernel_size, conv.stride, conv.dilation, conv.padding
+    padded = pad(x.permute(0, 2, 3, 1), (0, 0, pw, pw, ph, ph))
+    height, width = padded.shape[1] - dh * (kh - 1), padded.shape[2] - dw * (kw - 1)
+    taps = [
+        padded[:, i * dh : i * dh + height : sh, j * dw : j * dw + width : sw] for i in range(kh) for j in range(kw)
+    ]
+    return torch.cat(taps, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("channels", "geometry"), [
+    (64, {"kernel_size": 3, "padding": 1}), (128, {"kernel_size": 3, "padding": 1, "stride": 2}),
+    (4, {"kernel_size": 3, "padding": 1}), (80, {"kernel_size": (2, 5), "padding": (3, 2), "stride": (2, 3)}),
+    (36, {"kernel_size": (5, 4), "padding": 4}), (16, {"kernel_size": (1, 3), "stride": 4}),
+    (68, {"kernel_size": 3, "padding": 2, "dilation": (2, 1)}), (64, {"kernel_size": 3, "padding": 1, "dilation": 2}),
+])  # fmt: skip
+def test_windows_that_share_their_scale_and_others(channels, geometry, dtype):
+    """Neighbours with one scale take codes from each other; NaN, Inf and zeros stand between them."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(channels, 40, bias=False, **geometry).to(dtype)
+    x = torch.randn(2, channels, 9, 17).to(dtype).contiguous(memory_format=torch.channels_last)
+    x *= torch.tensor([1, 1, 1, 1, 1, 8, 0.01])[torch.randint(7, (2, 1, 9, 17))].to(dtype)  # pixels that rule others
+    x[0, :, 2:6, 5:10] = 0
+    x[1, 1, 4, 8], x[1, 2, 4, 15], x[1, 0, 0, 2] = float("nan"), float("inf"), 60000
+    layer = qcore.nn.QuantizedConv2d.from_float(conv, "w8a8")
+    rows = qcore.nn.QuantizedLinear.from_float(linear_of(conv), "w8a8")
+    with torch.no_grad():
+        found, expected = layer(x), rows(windows_of(x, conv)).permute(0, 3, 1, 2)
+    assert (qcore.report(layer).kernels(), qcore.report(rows).kernels()) == ({"cpu.conv2d": 1}, {"cpu.linear": 1})
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def linear_of(conv):
+    weight = conv.weight.detach().permute(0, 2, 3, 1).flatten(1)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight.data = weight.contiguous()
+    return layer
