@@ -53,22 +53,26 @@ Blocks blocks_of(int64_t rows, int most) {
 // Every block of rows times every block of columns. A thread takes neighbouring columns, whose weights it packed, and
 // for them the rows of one panel, which stay in its L2 cache.
 template <class Product>
-void all_tiles(const Pool& pool, const Weight& w, const Blocks& blocks, int64_t bytes_of_block, const Product& product) {
-  const int64_t columns = ceil_div(w.n, COLUMNS), count = blocks.count();
+void all_tiles(const Pool& pool, int64_t columns, int64_t packed, const Blocks& blocks, int64_t bytes_of_block,
+               const Product& product) {
+  const int64_t count = blocks.count();
   int64_t panel = std::max<int64_t>(1, PANEL_BYTES / std::max<int64_t>(1, bytes_of_block));
   const int64_t wanted = ceil_div(4 * static_cast<int64_t>(pool.threads), columns);  // panels, to have work for all
   if (pool.threads > 1 && wanted > 1) panel = std::min(panel, ceil_div(count, wanted));
   const int64_t panels = ceil_div(count, panel);
-  const int64_t work = std::min(panel, count) * blocks.size * w.at.packed() * COLUMNS;
+  const int64_t work = std::min(panel, count) * blocks.size * packed * COLUMNS;
   each(pool, panels * columns, std::max<int64_t>(1, SERIAL_WORK / work), [&](int64_t unit) {
     const int64_t from = unit / columns * panel, to = std::min(count, from + panel);
     for (int64_t i = from; i < to; i++) product(unit % columns, i);
   });
 }
 
-// Rows of x from `first` on, before `end`, as rows of digits.
-bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out,
-               int64_t first, int64_t end) {
+// Rows of x from `first` on, before `end`, as rows of digits, which are the same for all of `count` layers.
+bool by_digits(const Kernels& kernels, const Pool& pool, const Layer* layers, int count, const Input& in, int64_t first,
+               int64_t end) {
+  const Weight& w = layers->w;
+  int64_t columns = 0;
+  for (int i = 0; i < count; i++) columns += ceil_div(layers[i].w.n, COLUMNS);
   const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
   const Product& product = kernels.many.run && in.rows * digits >= kernels.many.from ? kernels.many : kernels.product;
   const int64_t packed = w.at.packed(), folds = w.folds();
@@ -83,10 +87,10 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   bool enough = true;
   for (int64_t row0 = first; row0 < end && enough; row0 += step) {
     const Blocks blocks = blocks_of(std::min(step, end - row0), most);
-    const int64_t size = bytes_of(blocks.size), count = blocks.count();
-    const Scratch scratch(size * count);
+    const int64_t size = bytes_of(blocks.size);
+    const Scratch scratch(size * blocks.count());
     if (!scratch.data) return false;
-    std::vector<SpikeList> spikes(static_cast<size_t>(count), SpikeList{nullptr, 0, 0, false});
+    std::vector<SpikeList> spikes(static_cast<size_t>(blocks.count()), SpikeList{nullptr, 0, 0, false});
     const auto rows_of = [&](int64_t block) {
       char* p = scratch.data + block * size;
       Rows rows;
@@ -101,7 +105,7 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       rows.spikes = &spikes[static_cast<size_t>(block)];
       return rows;
     };
-    each(pool, count, std::max<int64_t>(1, (1 << 14) / (blocks.size * packed)), [&](int64_t block) {
+    each(pool, blocks.count(), std::max<int64_t>(1, (1 << 14) / (blocks.size * packed)), [&](int64_t block) {
       std::unique_ptr<char, Free> copy;
       if (in.row) copy.reset(static_cast<char*>(std::malloc(static_cast<size_t>(w.at.k * 4 + 64))));
       if (in.row && !copy) {
@@ -115,8 +119,11 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Weight& w, const 
     });
     for (const SpikeList& list : spikes) enough = enough && !list.failed;
     if (enough) {
-      all_tiles(pool, w, blocks, size, [&](int64_t nb, int64_t block) {
-        product.run(w, in, out, rows_of(block), nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
+      all_tiles(pool, columns, packed, blocks, size, [&](int64_t nb, int64_t block) {
+        const Layer* layer = layers;
+        for (; nb >= ceil_div(layer->w.n, COLUMNS); layer++) nb -= ceil_div(layer->w.n, COLUMNS);
+        const Rows rows = rows_of(block);
+        product.run(layer->w, in, layer->out, rows, nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
       });
     }
     for (const SpikeList& list : spikes) std::free(list.items);
@@ -178,7 +185,7 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
       }
     });
     for (char f : failed) if (f) return false;
-    all_tiles(pool, w, blocks, size, [&](int64_t nb, int64_t block) {
+    all_tiles(pool, ceil_div(w.n, COLUMNS), packed, blocks, size, [&](int64_t nb, int64_t block) {
       const char* x = scratch.data + block * size;
       const int64_t row = row0 + block * n;
       if (pairs) {
@@ -191,9 +198,14 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   }
   for (size_t row = 0; row < infinite.size(); row++) {
     const int64_t at = static_cast<int64_t>(row);
-    if (infinite[row] && !by_digits(kernels, pool, w, in, out, at, at + 1)) return false;
+    const Layer layer{w, out};
+    if (infinite[row] && !by_digits(kernels, pool, &layer, 1, in, at, at + 1)) return false;
   }
   return true;
+}
+
+const Panel& panel_of(const Kernels& kernels, const Input& in) {
+  return in.type == BF16 && kernels.bf16_panel.run ? kernels.bf16_panel : kernels.float_panel;
 }
 
 // Float x as it is, a panel of rows at a time, for which a thread makes numbers of its columns' codes.
@@ -350,20 +362,41 @@ Weight nth_weight(const Weight& first, int64_t index) {
   return w;
 }
 
-bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
-  if (!in.rows || !w.n) return true;
+namespace {
+
+enum class Way { DIGITS, PAIRS, FLOATS, PANEL, GATHERED_PANELS };
+
+// How rows of x meet a weight of this kind.
+Way way_of(const Kernels& kernels, const Weight& w, const Input& in) {
   const bool table = w.element == FLOAT4 || w.element == FLOAT8;
-  const Panel& panel = in.type == BF16 && kernels.bf16_panel.run ? kernels.bf16_panel : kernels.float_panel;
+  const Panel& panel = panel_of(kernels, in);
   if (in.mode == DIGITS && in.rows >= panel.from) {
-    if (in.row) return by_gathered_panels(panel, pool, w, in, out);
-    if (table || (panel.integers && in.rows >= panel.integers)) return by_panel(panel, pool, w, in, out);
+    if (in.row) return Way::GATHERED_PANELS;
+    if (table || (panel.integers && in.rows >= panel.integers)) return Way::PANEL;
   }
   const int from = kernels.floats_from[w.element == INT8][in.type == F32];
-  const bool floats = in.mode == DIGITS && from && in.rows >= from;
-  if (table || floats) return by_floats(kernels, pool, w, in, out, false);
+  if (table || (in.mode == DIGITS && from && in.rows >= from)) return Way::FLOATS;
   const bool bf16 = in.mode == DIGITS && in.type == BF16 && w.element != INT8;
-  const bool pairs = kernels.pair_product && bf16 && in.rows > 1;
-  return pairs ? by_floats(kernels, pool, w, in, out, true) : by_digits(kernels, pool, w, in, out, 0, in.rows);
+  return kernels.pair_product && bf16 && in.rows > 1 ? Way::PAIRS : Way::DIGITS;
+}
+
+}  // namespace
+
+bool linear(const Kernels& kernels, const Pool& pool, const Layer* layers, int count, const Input& in) {
+  if (!in.rows) return true;
+  const Way way = way_of(kernels, layers->w, in);
+  if (way == Way::DIGITS) return by_digits(kernels, pool, layers, count, in, 0, in.rows);
+  for (int i = 0; i < count; i++) {
+    const Weight& w = layers[i].w;
+    const Output& out = layers[i].out;
+    bool done = true;
+    if (!w.n) continue;
+    if (way == Way::PANEL) done = by_panel(panel_of(kernels, in), pool, w, in, out);
+    else if (way == Way::GATHERED_PANELS) done = by_gathered_panels(panel_of(kernels, in), pool, w, in, out);
+    else done = by_floats(kernels, pool, w, in, out, way == Way::PAIRS);
+    if (!done) return false;
+  }
+  return true;
 }
 
 bool embed(const Kernels& kernels, const Pool& pool, const Table& t, const void* indices, bool wide, int64_t count,

@@ -58,8 +58,18 @@ Geometry geometry(int64_t k, int64_t group);
 void set_table(Weight& w, const float* table);
 int64_t fold_of(const Geometry& at, Mode mode);
 
-// y = x * W^T + bias; false if memory ran out.
-bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out);
+// y = x * W^T + bias.
+struct Layer {
+  Weight w;
+  Output out;
+};
+// Compute `count` layers that read the same x. Their weights have the same geometry, element, offset and fold, so that they
+// share the digits of x; false if memory ran out.
+bool linear(const Kernels& kernels, const Pool& pool, const Layer* layers, int count, const Input& in);
+inline bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
+  const Layer layer{w, out};
+  return linear(kernels, pool, &layer, 1, in);
+}
 
 // Rows `indices` (int64 if `wide`, else int32) of a table, one after the other, to y. False, and nothing is written, if one
 // is outside the table.

@@ -73,9 +73,11 @@ QCORE_EXPORT void qcore_cpu_form(void* form, int64_t n, int64_t k, int64_t group
 
 namespace qcore_cpu {
 
-bool linear_of(const void* form, const LinearArguments& g) {
-  const Form& made = *static_cast<const Form*>(form);
-  Weight w = made.weight;
+namespace {
+
+// The layer that a form describes, with what a call has given. False if the codes are too few.
+bool make_layer(const Form& made, const LinearArguments& g, Layer& layer) {
+  Weight& w = layer.w = made.weight;
   w.data = g.codes;
   w.scale = g.scale, w.scale_type = g.scale_type;
   if (made.float_zeros) w.added = g.zero;
@@ -84,15 +86,33 @@ bool linear_of(const void* form, const LinearArguments& g) {
   w.factor = w.divisor = 1.0f;
   if (g.factor) (made.divides ? w.divisor : w.factor) = *g.factor;
   set_table(w, g.table);
-  if (g.size < code_bytes(w)) return false;
-  Input in{};
-  in.x = g.x, in.type = made.x, in.rows = g.rows, in.stride = w.at.k;
-  in.mode = made.mode, in.scale = made.scale, in.zero = made.zero;
-  Output out{};
+  Output& out = layer.out = {};
   out.y = g.y, out.type = made.result, out.stride = w.n;
   out.bias = g.bias, out.bias_type = g.bias_type;
   out.scale = made.result_scale, out.zero = made.result_zero;
-  return linear(kernels(), pool(), w, in, out);
+  return g.size >= code_bytes(w);
+}
+
+}  // namespace
+
+bool linear_of(const void* const* forms, const LinearArguments* given, int count) {
+  Layer layers[MOST_BESIDE];
+  for (int i = 0; i < count; i++)
+    if (!make_layer(*static_cast<const Form*>(forms[i]), given[i], layers[i])) return false;
+  const Form& first = *static_cast<const Form*>(forms[0]);
+  Input in{};
+  in.x = given->x, in.type = first.x, in.rows = given->rows, in.stride = first.weight.at.k;
+  in.mode = first.mode, in.scale = first.scale, in.zero = first.zero;
+  return linear(kernels(), pool(), layers, count, in);
+}
+
+int64_t columns_of(const void* form) { return static_cast<const Form*>(form)->weight.n; }
+
+bool reads_alike(const void* form, const void* other) {
+  const Form &a = *static_cast<const Form*>(form), &b = *static_cast<const Form*>(other);
+  const bool same_rows = a.mode == b.mode && a.x == b.x && a.scale == b.scale && a.zero == b.zero;
+  const Geometry &at = a.weight.at, &to = b.weight.at;  // by these the blocks follow
+  return same_rows && at.k == to.k && at.group == to.group && a.weight.element == b.weight.element;
 }
 
 }  // namespace qcore_cpu
@@ -109,7 +129,7 @@ QCORE_EXPORT int qcore_cpu_linear(const void* form, const void* x, int64_t rows,
   given.scale = scale, given.scale_type = static_cast<Type>(scale_type), given.zero = zero;
   given.bias = bias, given.bias_type = static_cast<Type>(bias_type);
   try {
-    return !linear_of(form, given);
+    return !linear_of(&form, &given, 1);
   } catch (...) {  // an exception must not pass through ctypes
     return 1;
   }

@@ -28,8 +28,14 @@ struct LinearArguments {
   void* y;
 };
 
-// Compute a linear layer; `form`: of qcore_cpu_form. False if memory ran out or the codes are too few.
-bool linear_of(const void* form, const LinearArguments& given);
+// Compute up to `MOST_BESIDE` linear layers on the same x, whose forms `reads_alike` tells to be so; `forms`: of
+// qcore_cpu_form. False if memory ran out or the codes are too few.
+constexpr int MOST_BESIDE = 4;
+bool linear_of(const void* const* forms, const LinearArguments* given, int count);
+// Results of a row.
+int64_t columns_of(const void* form);
+// Whether layers of two forms turn x into the same rows.
+bool reads_alike(const void* form, const void* other);
 
 }  // namespace qcore_cpu
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 
 namespace qcore_cpu {
@@ -267,6 +268,45 @@ void run(const EmbeddingStep& s, const Frame& f) {
   }
 }
 
+LinearArguments arguments_of(const LinearStep& s, const Frame& f) {
+  const auto floats = [&](const Place& p) { return reinterpret_cast<const float*>(f.at(p)); };
+  LinearArguments g{};
+  g.x = f.at(s.x), g.rows = s.rows, g.y = f.at(s.y);
+  g.codes = reinterpret_cast<const uint8_t*>(f.at(s.codes)), g.size = s.size;
+  g.scale = f.at(s.scale), g.scale_type = type_of(s.scale), g.zero = f.at(s.zero);
+  g.sums = reinterpret_cast<const int32_t*>(f.at(s.sums)), g.table = floats(s.table), g.factor = floats(s.factor);
+  g.bias = f.at(s.bias), g.bias_type = type_of(s.bias);
+  return g;
+}
+
+// The first of `count` steps, which is a linear layer, with those behind it that may run beside it. Returns how many.
+int64_t run_layers(const Step* steps, int64_t count, const Frame& f) {
+  const void* forms[MOST_BESIDE];
+  LinearArguments given[MOST_BESIDE];
+  int n = 0;
+  for (; n < std::min<int64_t>(count, MOST_BESIDE) && steps[n].layer && (!n || steps[n].layer->beside); n++) {
+    forms[n] = steps[n].layer->form.data();
+    given[n] = arguments_of(steps[n].layer->step, f);
+  }
+  if (!linear_of(forms, given, n)) throw std::bad_alloc();
+  return n;
+}
+
+// Whether a layer reads the x of the one before, as the same rows, and writes nowhere that this reads or writes: memory is
+// given again once the results in it are not used any more.
+bool runs_beside(const LinearLayer& before, const LinearLayer& layer) {
+  const LinearStep &a = before.step, &b = layer.step;
+  const int64_t a_size = columns_of(before.form.data()), b_size = columns_of(layer.form.data());
+  const auto apart = [](const Place& p, int64_t p_bytes, const Place& q, int64_t q_bytes) {
+    return p.slot < 0 || p.slot != q.slot || p.offset + p_bytes <= q.offset || q.offset + q_bytes <= p.offset;
+  };
+  const auto bytes = [](const Place& p, int64_t count) { return count * type_size(type_of(p)); };
+  const int64_t written = bytes(a.y, a.rows * a_size), writes = bytes(b.y, b.rows * b_size);
+  const bool same_x = a.x.slot == b.x.slot && a.x.offset == b.x.offset && a.x.type == b.x.type && a.rows == b.rows;
+  return same_x && reads_alike(before.form.data(), layer.form.data()) && apart(a.y, written, b.y, writes) &&
+         apart(a.bias, bytes(a.bias, a_size), b.y, writes) && apart(b.bias, bytes(b.bias, b_size), a.y, written);
+}
+
 }  // namespace
 }  // namespace qcore_cpu
 
@@ -285,7 +325,7 @@ QCORE_EXPORT void qcore_cpu_program_free(Program* program) { delete program; }
 #define QCORE_STEP(name, kind)                                                                      \
   QCORE_EXPORT int qcore_cpu_step_##name(Program* program, const qcore_cpu::kind* step) {           \
     try {                                                                                           \
-      program->steps.push_back([s = *step](const qcore_cpu::Frame& f) { qcore_cpu::run(s, f); });   \
+      program->steps.push_back({[s = *step](const qcore_cpu::Frame& f) { qcore_cpu::run(s, f); }, nullptr}); \
       return 0;                                                                                     \
     } catch (...) {                                                                                 \
       return 1;                                                                                     \
@@ -303,17 +343,16 @@ QCORE_STEP(embedding, EmbeddingStep)
 QCORE_EXPORT int qcore_cpu_step_linear(Program* program, const qcore_cpu::LinearStep* step, const char* form) {
   using namespace qcore_cpu;
   try {
-    std::vector<char> kept(form, form + qcore_cpu_form_size());
-    program->steps.push_back([s = *step, kept = std::move(kept)](const Frame& f) {
-      const auto floats = [&](const Place& p) { return reinterpret_cast<const float*>(f.at(p)); };
-      LinearArguments g{};
-      g.x = f.at(s.x), g.rows = s.rows, g.y = f.at(s.y);
-      g.codes = reinterpret_cast<const uint8_t*>(f.at(s.codes)), g.size = s.size;
-      g.scale = f.at(s.scale), g.scale_type = type_of(s.scale), g.zero = f.at(s.zero);
-      g.sums = reinterpret_cast<const int32_t*>(f.at(s.sums)), g.table = floats(s.table), g.factor = floats(s.factor);
-      g.bias = f.at(s.bias), g.bias_type = type_of(s.bias);
-      if (!linear_of(kept.data(), g)) throw std::bad_alloc();
-    });
+    auto layer = std::make_unique<LinearLayer>();
+    layer->step = *step;
+    layer->form.assign(form, form + qcore_cpu_form_size());
+    layer->beside = false;
+    for (size_t i = program->steps.size(); i-- > 0;) {  // all that run together with the step before
+      const LinearLayer* before = program->steps[i].layer.get();
+      layer->beside = before && runs_beside(*before, *layer);
+      if (!layer->beside || !before->beside) break;
+    }
+    program->steps.push_back({nullptr, std::move(layer)});
     return 0;
   } catch (...) {
     return 1;
@@ -325,7 +364,11 @@ QCORE_EXPORT int qcore_cpu_program_run(const Program* program, int64_t first, in
   using namespace qcore_cpu;
   try {
     const Frame frame{bases, kernels(), pool()};
-    for (int64_t i = first; i < last; i++) program->steps[i](frame);
+    for (int64_t i = first; i < last;) {
+      const Step& step = program->steps[i];
+      if (step.run) step.run(frame), i++;
+      else i += run_layers(&step, last - i, frame);
+    }
     return 0;
   } catch (const OutOfRange&) {
     return 2;

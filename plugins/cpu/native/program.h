@@ -2,6 +2,7 @@
 // qcore_cpu/graphs/native.py, which mirrors these structures.
 #pragma once
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "elements.h"
@@ -69,7 +70,7 @@ struct IndexCopy {
   int64_t outer, size, count, inner;
 };
 
-// As `Given` (host.h).
+// As `LinearArguments` (host.h).
 struct LinearStep {
   Place x, codes, scale, zero, sums, table, factor, bias, y;
   int64_t rows, size;
@@ -90,8 +91,21 @@ struct Frame {
   char* at(const Place& p) const { return p.slot < 0 ? nullptr : bases[p.slot] + p.offset; }
 };
 
+// A linear layer among the steps; `form`: of qcore_cpu_form. `beside`: it may run together with the step before.
+struct LinearLayer {
+  LinearStep step;
+  std::vector<char> form;
+  bool beside;
+};
+
+// A function, or a linear layer.
+struct Step {
+  std::function<void(const Frame&)> run;
+  std::unique_ptr<const LinearLayer> layer;
+};
+
 struct Program {
-  std::vector<std::function<void(const Frame&)>> steps;
+  std::vector<Step> steps;
 };
 
 }  // namespace qcore_cpu

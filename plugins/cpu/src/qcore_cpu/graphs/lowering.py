@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class Lowering:
     def __init__(self, part: GraphPart, constants: Mapping[fx.Node, Tensor], rule_of: Callable[[Any], Rule]) -> None:
         self.part, self._constants, self._rule_of = part, constants, rule_of
         self.done = Lowered(Steps())
-        self._nodes = list(part.graph.graph.nodes)
+        self._nodes = _siblings_together(part.graph.graph.nodes)
         self._last = _last_uses(self._nodes)
         self._values: dict[fx.Node, Any] = {}
         self._arena, self._ranges = Arena(), dict[fx.Node, list[tuple[int, int]]]()
@@ -278,6 +278,22 @@ def _few(sizes: list[int]) -> list[int]:
 
 def _shares(made: Tensor, source: Tensor) -> bool:
     return bool(made.untyped_storage()._cdata == source.untyped_storage()._cdata)  # noqa: SLF001 - no public name
+
+
+def _siblings_together(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes in an order where linear layers on the same x follow each other, which the library runs at once."""
+    given, readers = list(nodes), dict[Any, list[fx.Node]]()
+    for node in given:
+        if is_whole(node.target) and base_name(node.target) == "linear":
+            readers.setdefault(node.args[0], []).append(node)
+    siblings = {node: others for others in readers.values() for node in others}
+    order: dict[fx.Node, None] = {}
+    for node in given:
+        order[node] = None
+        for other in siblings.get(node, ()):
+            if all(one in order for one in other.all_input_nodes):
+                order[other] = None
+    return list(order)
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
