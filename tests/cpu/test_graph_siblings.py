@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
 
 import qcore
+from qcore.plugin_api import bound_layer
 from qcore_cpu import native
 
 assert not native.fault()
@@ -82,25 +85,72 @@ def test_they_follow_each_other(order):
     assert order == ["Linear", "Linear", "Linear", "Elementwise"]
 
 
-class Depending(Siblings):
-    """The second layer's bias is made of the first one's result, the third's result is not used."""
+@torch.no_grad()
+def test_no_more_move_than_run_at_once(order):
+    """A program with many layers on one input does not hold all results at a time."""
+    compiled(quantized(Many(), "w4a16-g32", torch.float32))(torch.randn(1, K))
+    runs = "".join("L" if name == "Linear" else " " for name in order).split()
+    assert runs == ["LLLL", "LLLL"]
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(K, 32) for _ in range(8))
 
     def forward(self, x):
-        first = self.layers[0](x)
-        second = self.layers[1](x) + first.square()
-        self.layers[2](x)
-        return second, self.layers[3](x) * second
+        total = 0
+        for layer in self.layers:
+            total = total + layer(x).relu()
+        return total
+
+
+class Overlapping:
+    """Two layers on one x as steps, whose results and biases lie at given numbers of one buffer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.x, self.memory = torch.randn(1, WIDE), torch.empty(1024)
+        layers = [nn.Linear(WIDE, 128, bias=False) for _ in range(2)]
+        self.layers = [qcore.nn.QuantizedLinear.from_float(one, "w8a16") for one in layers]
+        self.y = [layer(self.x)[0] for layer in self.layers]
+
+    def run(self, *places):
+        """Each place: where a layer's result and its bias are, None for no bias."""
+        program, bounds = steps.Steps(), [bound_layer(one, torch.float32) for one in self.layers]
+        slots = [self.x, self.memory, *(bound.packed[name] for bound in bounds for name in ("data", "scale"))]
+        for i, (bound, (y, bias)) in enumerate(zip(bounds, places, strict=True)):
+            memory = [steps.NOWHERE if at is None else steps.Place(1, F32, 4 * at) for at in (bias, y)]
+            weight = steps.Place(2 + 2 * i, 0, 0), steps.Place(3 + 2 * i, F32, 0)
+            step = steps.Linear(steps.Place(0, F32, 0), *weight, *[steps.NOWHERE] * 4, *memory)
+            step.rows, step.size = 1, bound.packed["data"].numel()
+            program.append(step, bound.kernel.form)
+        bases = (ctypes.c_void_p * len(slots))(*[one.data_ptr() for one in slots])
+        program.run(0, program.count, bases)
+        return self.memory
+
+
+WIDE, F32 = 4096, steps.TYPES[torch.float32]
 
 
 @torch.no_grad()
-def test_results_that_die_and_sums_keep_their_memory(threads):
-    torch.manual_seed(0)
-    model = quantized(Depending(64, 64, 640, 64), "w4a16-g32", torch.float32)
-    run = compiled(model)
-    for _ in range(3):
-        x = torch.randn(1, K)
-        for found, expected in zip(run(x), model(x), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def test_memory_that_both_use_keeps_them_apart():
+    """Two threads would write a result, or a bias, while the other layer reads or writes it."""
+    two, threads = Overlapping(), torch.get_num_threads()
+    first, second = two.y
+    torch.set_num_threads(2)
+    try:
+        for _ in range(40):
+            two.memory.fill_(1e6)
+            found = two.run((0, None), (200, 0))  # the first result is the second bias
+            torch.testing.assert_close(found[200:328], first + second, rtol=1e-4, atol=1e-4)
+            found = two.run((0, None), (64, None))  # the second result begins within the first
+            torch.testing.assert_close(found[64:192], second, rtol=1e-4, atol=1e-4)
+            two.memory[300:428] = 7
+            found = two.run((0, 300), (300, None))  # the second result overwrites the first bias
+            torch.testing.assert_close(found[:128], first + 7, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Mixed(nn.Module):

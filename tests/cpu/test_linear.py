@@ -16,7 +16,9 @@ from qcore_cpu import native
 
 assert not native.fault()
 
-from qcore_cpu.linear import CpuLinear  # noqa: E402 - its ops exist once the library is loaded
+from qcore_cpu import ops  # noqa: E402 - they exist once the library is loaded
+from qcore_cpu.kinds import Kind, Mode  # noqa: E402
+from qcore_cpu.linear import CpuLinear  # noqa: E402
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -254,3 +256,11 @@ def test_a_default_device_changes_nothing(scheme):
     with torch.device("meta"):  # where tensors are made that name no device
         assert torch.equal(model(x), wanted)
         assert model[0].weight.codes().device.type == "cpu"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 20])
+@pytest.mark.parametrize("mode", [Mode.DIGITS, Mode.DYNAMIC, Mode.AFFINE, Mode.STATIC])
+def test_the_op_takes_a_weight_without_rows(rows, mode):
+    empty = torch.zeros(0, 8, 128, dtype=torch.uint8)
+    given = [torch.randn(rows, 64), empty, torch.zeros(0), *[None] * 10, 0, 64, 64, int(Kind.INT4), mode]
+    assert ops.linear(*given, False, 1.0, 0, 1.0, 0, ops.TYPES[torch.float32]).shape == (rows, 0)

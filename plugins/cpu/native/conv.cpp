@@ -169,7 +169,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
       const auto codes_of = [&](int64_t h, int64_t u, int64_t count, int64_t runs, int8_t* to, int64_t ready) {
         const char* from = x + ((b * image.height + h) * image.width + u) * image.channels * size;
-        const int8_t* codes = to - step + image.sw * own;
+        const int8_t* codes = ready ? to - step + image.sw * own : nullptr;
         const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels, codes, ready * own};
         return kernels.quantize_runs(pixels, inverse, 0, false, to, nullptr);
       };

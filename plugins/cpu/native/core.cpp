@@ -72,7 +72,8 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Layer* layers, in
                int64_t end) {
   const Weight& w = layers->w;
   int64_t columns = 0;
-  for (int i = 0; i < count; i++) columns += ceil_div(layers[i].w.n, COLUMNS);
+  for (int i = 0; i < count; i++) columns += layers[i].columns();
+  if (!columns) return true;
   const int digits = in.mode != DIGITS ? 1 : in.type == F32 ? 3 : 2;
   const Product& product = kernels.many.run && in.rows * digits >= kernels.many.from ? kernels.many : kernels.product;
   const int64_t packed = w.at.packed(), folds = w.folds();
@@ -121,7 +122,7 @@ bool by_digits(const Kernels& kernels, const Pool& pool, const Layer* layers, in
     if (enough) {
       all_tiles(pool, columns, packed, blocks, size, [&](int64_t nb, int64_t block) {
         const Layer* layer = layers;
-        for (; nb >= ceil_div(layer->w.n, COLUMNS); layer++) nb -= ceil_div(layer->w.n, COLUMNS);
+        for (; nb >= layer->columns(); layer++) nb -= layer->columns();
         const Rows rows = rows_of(block);
         product.run(layer->w, in, layer->out, rows, nb, blocks.size, blocks.in(block), digits, row0 + block * blocks.size);
       });

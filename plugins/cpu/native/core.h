@@ -58,13 +58,14 @@ Geometry geometry(int64_t k, int64_t group);
 void set_table(Weight& w, const float* table);
 int64_t fold_of(const Geometry& at, Mode mode);
 
-// y = x * W^T + bias.
+// A weight, and where its results go.
 struct Layer {
   Weight w;
   Output out;
+  int64_t columns() const { return ceil_div(w.n, COLUMNS); }
 };
-// Compute `count` layers that read the same x. Their weights have the same geometry, element, offset and fold, so that they
-// share the digits of x; false if memory ran out.
+// y = x * W^T + bias of `count` layers that read the same x. They share its digits: their weights have the same geometry and
+// element, from which the offset follows, and with the mode the fold. False if memory ran out.
 bool linear(const Kernels& kernels, const Pool& pool, const Layer* layers, int count, const Input& in);
 inline bool linear(const Kernels& kernels, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
   const Layer layer{w, out};

@@ -165,22 +165,18 @@ static inline void row_scales(const Weight& scales, int64_t from, int64_t count,
   for (; i < count; i++) to[i] = quiet(one_scale(scales, from + i));
 }
 
-// Whether whole numbers times `scale` are 0 or normal numbers, or overflow: what the processor rounds to bfloat16 rightly.
-static inline bool is_normal(float scale) { return __builtin_fabsf(scale) >= 1.17549435e-38f && __builtin_fabsf(scale) <= 3.4e38f; }
-
 // Int8 codes without zero points, in groups of whole vectors: the usual table.
 template <Type OUT>
 static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, void* y) {
   const int8_t* codes = (const int8_t*)t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
   for (int64_t g = 0; g < groups; g++) {
-    const float one = quiet(one_scale(scales, row * groups + g));
-    const F scale = set_f(one);
+    const F scale = set_f(quiet(one_scale(scales, row * groups + g)));
     const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
     const auto value = [&](int64_t i) { return mul_f(to_f(signed_bytes_i(codes + i)), scale); };
     int64_t i = g * t.group;
 #ifdef QCORE_BF16_CONVERSION
-    if (OUT == BF16 && is_normal(one))
+    if (OUT == BF16 && all_converted(scale))
       for (; i < end; i += 2 * LANES) store_converted((uint16_t*)y + i, value(i), value(i + LANES));
 #endif
     for (; i < end; i += 2 * LANES) {

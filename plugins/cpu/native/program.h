@@ -1,5 +1,5 @@
 // Programs: the steps of a captured model, one after the other, without Python in between. Built through ctypes by
-// qcore_cpu/graphs/native.py, which mirrors these structures.
+// qcore_cpu/graphs/steps.py, which mirrors these structures.
 #pragma once
 #include <functional>
 #include <memory>

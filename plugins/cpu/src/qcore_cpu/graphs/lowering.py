@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from qcore.plugin_api import GraphPart, Role, base_name, is_whole
 
 from .memory import ARENA, Arena, Value, collapsed, is_same_view, meta
-from .steps import DIMS, Copy, Elementwise, Operation, Steps
+from .steps import DIMS, MOST_BESIDE, Copy, Elementwise, Operation, Steps
 
 VIEWS = frozenset({
     "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "slice", "select",
@@ -289,10 +289,12 @@ def _siblings_together(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     siblings = {node: others for others in readers.values() for node in others}
     order: dict[fx.Node, None] = {}
     for node in given:
+        if node in order:
+            continue
         order[node] = None
-        for other in siblings.get(node, ()):
-            if all(one in order for one in other.all_input_nodes):
-                order[other] = None
+        ready = [one for one in siblings.get(node, ()) if all(other in order for other in one.all_input_nodes)]
+        # No more than run at once: the results of others would only take memory for longer.
+        order |= dict.fromkeys([one for one in ready if one not in order][: MOST_BESIDE - 1])
     return list(order)
 
 

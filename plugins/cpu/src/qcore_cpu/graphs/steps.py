@@ -15,6 +15,8 @@ from .. import native, ops
 TYPES = {**ops.FLOAT_TYPES, torch.int64: 5, torch.int32: 6, torch.bool: 7}
 """The library's numbering of the dtypes that programs compute in."""
 DIMS, OPERANDS = 6, 3
+MOST_BESIDE = 4
+"""Linear layers on the same x that the library runs at once, at most."""
 _Sizes = ctypes.c_int64 * DIMS
 _I32, _I64, _F64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
