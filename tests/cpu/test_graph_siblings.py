@@ -24,9 +24,9 @@ K = 96
 class Siblings(nn.Module):
     """Layers of several sizes on one x, a function of the first between them."""
 
-    def __init__(self, *sizes, bias=True):
+    def __init__(self, *sizes):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(K, n, bias=bias) for n in sizes)
+        self.layers = nn.ModuleList(nn.Linear(K, n) for n in sizes)
 
     def forward(self, x):
         first = self.layers[0](x)
@@ -133,24 +133,21 @@ class Overlapping:
 WIDE, F32 = 4096, steps.TYPES[torch.float32]
 
 
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @torch.no_grad()
-def test_memory_that_both_use_keeps_them_apart():
+def test_memory_that_both_use_keeps_them_apart(threads):
     """Two threads would write a result, or a bias, while the other layer reads or writes it."""
-    two, threads = Overlapping(), torch.get_num_threads()
+    two = Overlapping()
     first, second = two.y
-    torch.set_num_threads(2)
-    try:
-        for _ in range(40):
-            two.memory.fill_(1e6)
-            found = two.run((0, None), (200, 0))  # the first result is the second bias
-            torch.testing.assert_close(found[200:328], first + second, rtol=1e-4, atol=1e-4)
-            found = two.run((0, None), (64, None))  # the second result begins within the first
-            torch.testing.assert_close(found[64:192], second, rtol=1e-4, atol=1e-4)
-            two.memory[300:428] = 7
-            found = two.run((0, 300), (300, None))  # the second result overwrites the first bias
-            torch.testing.assert_close(found[:128], first + 7, rtol=1e-4, atol=1e-4)
-    finally:
-        torch.set_num_threads(threads)
+    for _ in range(40):
+        two.memory.fill_(1e6)
+        found = two.run((0, None), (200, 0))  # the first result is the second bias
+        torch.testing.assert_close(found[200:328], first + second, rtol=1e-4, atol=1e-4)
+        found = two.run((0, None), (64, None))  # the second result begins within the first
+        torch.testing.assert_close(found[64:192], second, rtol=1e-4, atol=1e-4)
+        two.memory[300:428] = 7
+        found = two.run((0, 300), (300, None))  # the second result overwrites the first bias
+        torch.testing.assert_close(found[:128], first + 7, rtol=1e-4, atol=1e-4)
 
 
 class Mixed(nn.Module):

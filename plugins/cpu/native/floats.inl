@@ -176,7 +176,7 @@ static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, v
     const auto value = [&](int64_t i) { return mul_f(to_f(signed_bytes_i(codes + i)), scale); };
     int64_t i = g * t.group;
 #ifdef QCORE_BF16_CONVERSION
-    if (OUT == BF16 && all_converted(scale))
+    if (OUT == BF16 && all_normal_or_zero(scale))
       for (; i < end; i += 2 * LANES) store_converted((uint16_t*)y + i, value(i), value(i + LANES));
 #endif
     for (; i < end; i += 2 * LANES) {
@@ -205,10 +205,9 @@ static bool lookup_int4_bf16(const Table& t, const Weight& scales, int64_t row, 
     const int64_t here = groups - from < ROW_SCALES ? groups - from : ROW_SCALES;
     row_scales(scales, row * groups + from, here, some);
     for (int64_t g = here; g % LANES; g++) some[g] = 0;
-    // All are looked at before the loop below, whose groups then depend on nothing.
-    bool usual = true;
-    for (int64_t g = 0; g < here; g += LANES) usual &= all_converted(load_f(some + g));
-    if (!usual) return false;
+    bool convertible = true;  // checked before the groups, whose loop then has no branches
+    for (int64_t g = 0; g < here; g += LANES) convertible &= all_normal_or_zero(load_f(some + g));
+    if (!convertible) return false;
     const int8_t* zero = t.zero ? t.zero + row * groups + from : nullptr;
     for (int64_t g = 0; g < here; g++) {
       const F whole = zero ? sub_f(numbers, set_f((float)zero[g])) : numbers;

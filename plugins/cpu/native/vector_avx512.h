@@ -138,8 +138,8 @@ static inline I lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7
 static inline I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
 static inline bool any_unusual(F v) { return _mm512_fpclass_ps_mask(v, 0xa1); }  // quiet NaN, subnormal, signaling NaN
 static inline bool any_unusual(F a, F b) { return _mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1); }
-// Whether all are 0, or normal and finite: whole numbers times them are 0 or normal, or overflow.
-static inline bool all_converted(F v) { return !_mm512_fpclass_ps_mask(v, 0xb9); }
+// For scales: whole numbers times normal ones are 0 or normal, or overflow.
+static inline bool all_normal_or_zero(F v) { return !_mm512_fpclass_ps_mask(v, 0xb9); }
 static inline void store_converted(uint16_t* p, F a, F b) { _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(b, a)); }
 // Pairs of a lane of each, `first` in the low half, if both are such numbers.
 static inline I converted_pairs(F first, F second) {

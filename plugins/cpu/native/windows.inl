@@ -5,6 +5,12 @@ struct CodeSum {
   I lanes = set_i(0);
   int32_t rest = 0;
   int32_t all() const { return sum_i(lanes) + rest; }
+#ifdef QCORE_FOUR_TO_CODES
+  void store(I q, int8_t* codes) {  // 4 * LANES codes
+    lanes = dot(lanes, set_bytes(1), q);
+    store_i(codes, q);
+  }
+#endif
 };
 
 // CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
@@ -21,25 +27,18 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
   int64_t i = 0;
 #ifdef QCORE_FOUR_TO_CODES  // narrowed by saturation, which takes care of bounds
   if constexpr (TYPE != I8) {
-    const I zeros = set_words((int16_t)zero), ones = set_bytes(1);
+    const I zeros = set_words((int16_t)zero);
     const auto whole = [&](int64_t at) {
       const F v = mul_f(widen_f(x, at, TYPE), f);
       return round_i(CLAMP ? min_f(v, most) : v);  // what is below int32 becomes its least number
     };
+    const auto codes_at = [&](int64_t at) {
 #ifdef QCORE_BF16_TO_CODES
-    if constexpr (TYPE == BF16 && !CLAMP) {
-      for (; i + 4 * LANES <= count; i += 4 * LANES) {
-        const I q = bf16_to_codes((const uint16_t*)x + i, f);
-        sum.lanes = dot(sum.lanes, ones, q);
-        store_i(codes + i, q);
-      }
-    }
+      if constexpr (TYPE == BF16 && !CLAMP) return bf16_to_codes((const uint16_t*)x + at, f);
 #endif
-    for (; i + 4 * LANES <= count; i += 4 * LANES) {
-      const I q = four_to_codes(whole(i), whole(i + LANES), whole(i + 2 * LANES), whole(i + 3 * LANES), zeros);
-      sum.lanes = dot(sum.lanes, ones, q);
-      store_i(codes + i, q);
-    }
+      return four_to_codes(whole(at), whole(at + LANES), whole(at + 2 * LANES), whole(at + 3 * LANES), zeros);
+    };
+    for (; i + 4 * LANES <= count; i += 4 * LANES) sum.store(codes_at(i), codes + i);
   }
 #endif
   for (; i + LANES <= count; i += LANES) {
@@ -59,11 +58,7 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
 static inline void copy_codes(const int8_t* from, int64_t count, int8_t* codes, CodeSum& sum) {
   int64_t i = 0;
 #ifdef QCORE_FOUR_TO_CODES
-  for (; i + 4 * LANES <= count; i += 4 * LANES) {
-    const I q = load_i(from + i);
-    sum.lanes = dot(sum.lanes, set_bytes(1), q);
-    store_i(codes + i, q);
-  }
+  for (; i + 4 * LANES <= count; i += 4 * LANES) sum.store(load_i(from + i), codes + i);
 #endif
   for (; i < count; i++) codes[i] = from[i], sum.rest += from[i];
 }
