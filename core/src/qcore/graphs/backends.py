@@ -162,3 +162,8 @@ class GraphBackend(ABC):
 
     defers_writes: bool = False
     """Whether host memory of a state may be behind after a call; see `qcore.graphs.states`."""
+    counts_writes: bool = False
+    """Whether a part counts what it writes to states, by `torch.autograd.graph.increment_version` at its end.
+
+    Otherwise AOT autograd does before a call, and `version` does not tell whether torch has written since the last one.
+    """

@@ -175,7 +175,8 @@ class Captured:
                 program = programs.build(gm, given, self._backend, report)
             if whole:
                 self._overlaps.set_written(program.written)
-                counted.written = program.written if self._backend.defers_writes else ()
+                own = self._backend.defers_writes or self._backend.counts_writes
+                counted.written = program.written if own else ()
             return make_boxed_func(counted.inner(program.run))
 
         def refuse(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -141,7 +141,7 @@ def why_shared(tensor: Tensor) -> str:
 
 
 class TorchWrites:
-    """Lets version counters tell of writes by torch only, for a backend that defers its own.
+    """Lets version counters tell of writes by torch only, for a backend that defers its own, or counts them itself.
 
     AOT autograd counts what a graph will write to its inputs before it runs it. That is taken back in between:
     ``outer`` wraps what AOT autograd makes of the graph, ``inner`` what it calls. ``written``: positions of the inputs.

@@ -14,6 +14,7 @@ class XlaGraphs(GraphBackend):
     """Each part is one program of XLA, which fuses by itself."""
 
     name = "qcore_xla"
+    counts_writes = True
 
     def why_not_device(self, device: torch.device) -> str:
         if device.type not in {"cpu", "cuda"}:

@@ -89,7 +89,9 @@ def shard_(
 ) -> dict[str, str]:
     """Let programs that ``torch.compile(model, backend="qcore_xla")`` makes from now on run on a mesh of devices.
 
-    Called one by one, the layers go on as before. Compile the model after this call.
+    Called one by one, the layers go on as before. Compile the model after this call. KV caches and other states are
+    whole on every device; torch has the memory of its own device's, and what it writes there reaches the others with
+    the next call (writes to ``tensor.data``, which torch does not count, do not).
 
     **Arguments:**
 
@@ -157,12 +159,19 @@ def _cut_of(marker: Tensor) -> MeshCut | None:
 
 
 class Placement:
-    """Where the arrays of a program are: on one device, or on a mesh."""
+    """Where the arrays of a program are: on one device, or on a mesh.
 
-    def __init__(self, cuts: Mapping[Any, MeshCut]) -> None:
+    **Attributes:** ``here``: the device of the mesh that torch's tensors are on; None without a mesh, and if they are
+    on none of its devices.
+    """
+
+    def __init__(self, cuts: Mapping[Any, MeshCut], device: torch.device | None = None) -> None:
+        """``device``: of torch's tensors; None where there are none, as for a compiler."""
         first = next(iter(cuts.values()), None)
         self._mesh: Mesh | None = None if first is None else first.mesh
         self._axis = "" if first is None else first.axis
+        devices = [] if self._mesh is None or device is None else list(self._mesh.devices.flat)
+        self.here = next((one for one in devices if device is not None and _is_torchs(one, device)), None)
 
     @property
     def whole(self) -> NamedSharding | None:
@@ -174,8 +183,12 @@ class Placement:
         return self.whole if cut is None else NamedSharding(cut.mesh, PartitionSpec(cut.axis))
 
     def state(self, shape: tuple[int, ...]) -> NamedSharding | None:
-        """Of a state: a KV cache ``(B, heads, length, head_dim)`` by heads, if they can be shared out."""
-        if self._mesh is None or len(shape) != 4 or shape[1] % self._mesh.shape[self._axis]:
+        """Of a state: whole where torch can share its memory (`here`), which needs all of it on one device.
+
+        Elsewhere a KV cache ``(B, heads, length, head_dim)`` is cut by heads, if they can be shared out.
+        """
+        whole = self._mesh is None or self.here is not None
+        if whole or len(shape) != 4 or shape[1] % self._mesh.shape[self._axis]:  # type: ignore[union-attr]
             return self.whole
         return NamedSharding(self._mesh, PartitionSpec(None, self._axis))
 
@@ -185,12 +198,20 @@ def placed(array: Any, sharding: NamedSharding | None) -> Any:
     return array if sharding is None else jax.device_put(array, sharding)
 
 
-def gathered_here(array: Any, sharding: NamedSharding | None, device: torch.device) -> Any:
-    """The whole array for torch: on its own device if that is one of the mesh, otherwise on the first."""
-    return array if sharding is None else jax.device_put(array, _of_torch(list(sharding.mesh.devices.flat), device))
+def part_on(array: Any, device: Any) -> Any:
+    """What a device of the mesh has of an array: all of it, if the array is whole on every device."""
+    return next(part.data for part in array.addressable_shards if part.device == device)
 
 
-def _of_torch(devices: Sequence[Any], device: torch.device) -> Any:
-    """Which of a mesh's devices is torch's: `jax.make_mesh` may put another first."""
-    number = device.index if device.type == "cuda" else None
-    return next((one for one in devices if number is not None and one.local_hardware_id == number), devices[0])
+def gathered(array: Any, sharding: NamedSharding, here: Any) -> Any:
+    """The whole array for torch: what its own device has, or, if that is none of the mesh, a copy on the first."""
+    if here is not None and array.is_fully_replicated:
+        return part_on(array, here)
+    return jax.device_put(array, here or sharding.mesh.devices.flat[0])
+
+
+def _is_torchs(one: Any, device: torch.device) -> bool:
+    """Whether a device of JAX has the memory of one of torch's. `jax.make_mesh` may put another device first."""
+    if device.type == "cuda":
+        return bool(one.platform in {"gpu", "cuda", "rocm"} and one.local_hardware_id == (device.index or 0))
+    return bool(one.platform == device.type)

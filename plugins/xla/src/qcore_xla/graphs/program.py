@@ -32,10 +32,10 @@ from ..memo import Memo
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
-from .meshes import MeshCut, Placement, cuts_of, gathered_here, placed
+from .meshes import MeshCut, Placement, cuts_of, gathered, placed
 from .notes import LATE, check, note_late, raise_late
 from .quantized import Arrays, Layer
-from .states import States
+from .states import State, States
 
 
 def _packed(tensor: Tensor, layer: Layer, sharding: Any) -> tuple[Arrays, bool]:
@@ -70,15 +70,16 @@ def _static(tensor: Tensor, sharding: Any) -> Array:
 _on_mesh: Memo[Array] = Memo(lambda tensor, sharding: (placed(array_of(tensor), sharding), False))
 
 
-def _state_array(tensor: Tensor, sharding: Any) -> Array:
-    """An array with the values of a state that may be donated."""
+def _state_array(tensor: Tensor, sharding: Any, *, paired: bool) -> Array:
+    """An array with the values of a state that may be donated; ``paired``: int64 as pairs of words."""
+    made = array_of_bytes if paired else array_of
     if sharding is None:
-        return jax.numpy.array(array_of_bytes(tensor), copy=True)
+        return jax.numpy.array(made(tensor), copy=True)
     known = _spread.peek(tensor)
     usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
     if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
         return known
-    return placed(jax.numpy.array(array_of(tensor), copy=True), sharding)  # type: ignore[no-any-return]
+    return placed(jax.numpy.array(made(tensor), copy=True), sharding)  # type: ignore[no-any-return]
 
 
 def _kept(y: Array, sharding: Any) -> Array:
@@ -106,7 +107,7 @@ class Program:
         weights = [at for at, one in zip(places, part.inputs, strict=True) if one.role is Role.WEIGHT]
         known = cuts_of([one.value for one in part.inputs if one.role is Role.WEIGHT]) if given is None else given
         cuts = {at: cut for at, cut in zip(weights, known, strict=True) if cut}
-        self.placement = Placement(cuts)
+        self.placement = Placement(cuts, part.device if platform is None else None)
         groups = siblings(part, self._platform, cuts)
         self._run = lowered(part, self._platform, cuts, groups)
         self._plain = lowered(part, self._platform, cuts, groups, special=False) if self._platform == "cuda" else None
@@ -132,10 +133,15 @@ class Program:
         self._lock = threading.Lock()
 
     def _in_pairs(self, part: GraphPart) -> set[int]:
-        """The inputs of int64 that are given as pairs of words. A mesh, and a compiler without a device, get none."""
-        if self.placement.whole is not None or self._platform not in {"cpu", "cuda"}:
+        """The inputs of int64 that are given as pairs of words. A compiler without a device gets none.
+
+        A mesh gets states as pairs if torch can share their memory, and numbers of 32 bits otherwise.
+        """
+        if self._platform not in {"cpu", "cuda"}:
             return set()
         wide = {i for i, one in enumerate(part.inputs) if getattr(one.example, "dtype", None) is torch.int64}
+        if self.placement.whole is not None:
+            return wide & set(self._states) if self.placement.here is not None else set()
         return wide & {*self._states, *self._fresh}
 
     def _whole(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
@@ -180,9 +186,10 @@ class Program:
 
     def _call(self, values: Sequence[Any]) -> Sequence[Tensor]:
         whole = self.placement.whole
-        held = [None if whole else _states.get(values[i]) for i in self._states]
+        here = self.placement.here
+        held = [_states.get(values[i], at, here) for i, at in zip(self._states, self._state_places, strict=True)]
         states = [
-            _state_array(values[i], at) if state is None else state.array
+            _state_array(values[i], at, paired=i in self._pairs) if state is None else state.array
             for i, state, at in zip(self._states, held, self._state_places, strict=True)
         ]
         fixed = self._fixed_arrays(values)
@@ -195,9 +202,10 @@ class Program:
         tensors = [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
         for i, state, array in zip(self._states, held, updates, strict=True):
             if state is None:
-                self._copy_back(values[i], array)
+                self._copy_back(values[i], array, paired=i in self._pairs)
             else:
                 state.replace(array, values[i])
+        self._count_writes([values[i] for i in self._states], held)
         if bad is not None and self._late:
             note_late(self._device, bad)
         elif bad is not None:
@@ -205,6 +213,13 @@ class Program:
             on_gpu = self._platform == "cuda" and whole is None
             self._check(tensor_of(bad, self._device) if on_gpu else torch.from_numpy(np.array(bad)))
         return tensors
+
+    def _count_writes(self, tensors: Sequence[Tensor], held: Sequence[State | None]) -> None:
+        shared = [(tensor, state) for tensor, state in zip(tensors, held, strict=True) if state is not None]
+        torch.autograd.graph.increment_version([tensor for tensor, _ in shared if not tensor.is_inference()])
+        if self.placement.here is not None:
+            for tensor, state in shared:
+                state.renew(tensor)
 
     def _check(self, noted: Tensor) -> None:
         """Raise for what a call has noted: `PartRefused` where torch can repeat it."""
@@ -247,13 +262,11 @@ class Program:
                 raise
             raise PartRefused(f"{type(error).__name__}: {first_line(error)}") from error
 
-    def _copy_back(self, tensor: Tensor, array: Array) -> None:
+    def _copy_back(self, tensor: Tensor, array: Array, *, paired: bool) -> None:
         """Write the new values of a state that does not share the memory of an array."""
         whole = self.placement.whole
-        new = from_dlpack(gathered_here(array, whole, self._device))
-        if whole is None and tensor.dtype == torch.int64:
-            new = new.view(torch.int64).squeeze(-1)
-        tensor.copy_(new)
+        new = from_dlpack(self._gathered(array))
+        tensor.copy_(new.view(torch.int64).squeeze(-1) if paired else new)
         if whole is not None:
             _spread.put(tensor, array)
 
@@ -302,8 +315,12 @@ class Program:
         array = in_pairs(tensor).numpy()
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
+    def _gathered(self, y: Array) -> Any:
+        whole = self.placement.whole
+        return y if whole is None else gathered(y, whole, self.placement.here)
+
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
-        y = gathered_here(y, self.placement.whole, self._device)
+        y = self._gathered(y)
         if self._platform == "cuda" and self.placement.whole is None:
             return tensor_of(y, self._device).to(dtype)
         if self._platform == "cuda" or dtype == torch.bfloat16:

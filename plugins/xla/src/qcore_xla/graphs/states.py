@@ -2,6 +2,9 @@
 
 XLA updates in place what a caller donates, but only memory of its own. So a state's first use copies its values to an
 array, and gives the torch tensor that memory: from then on both see the same bytes, before and after each call.
+
+On a mesh every device has the whole state, and the tensor has the memory of torch's device. What torch writes there
+the other devices do not see: then the state is made anew.
 """
 
 from __future__ import annotations
@@ -15,26 +18,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qcore.plugin_api import why_shared
+from qcore.plugin_api import Stamp, why_shared
 
 from ..engines.crossing import in_pairs
+from .meshes import part_on, placed
 
 
 class State:
     """The array of one state, replaced by the program's result after each call."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.array = _copied(in_pairs(tensor))
+    def __init__(self, tensor: Tensor, sharding: Any, here: Any) -> None:
+        """``sharding``, ``here``: the mesh and torch's device of it; None on one device."""
+        self._sharding, self._here = sharding, here
+        self.array = placed(_copied(in_pairs(tensor)), sharding)
         self.array.block_until_ready()
-        self.pointer = self.array.unsafe_buffer_pointer()
+        self.pointer = self._pointer()
         _adopt(tensor, self)
+        self._stamp: Stamp | None = None
 
     def replace(self, array: Any, tensor: Tensor) -> None:
         """Take the result of a call, which XLA has written to the same memory unless it could not."""
         self.array = array
-        if array.unsafe_buffer_pointer() != self.pointer:
-            self.pointer = array.unsafe_buffer_pointer()
+        pointer = self._pointer()
+        if pointer != self.pointer:
+            self.pointer = pointer
             _adopt(tensor, self)
+
+    def renew(self, tensor: Tensor) -> None:
+        """Note that all devices of a mesh have the tensor's values."""
+        self._stamp = Stamp(tensor)
+
+    def fits(self, tensor: Tensor, sharding: Any) -> bool:
+        """Whether the tensor has this memory, and the devices of ``sharding`` have its values."""
+        same = self.pointer == tensor.data_ptr() and self._sharding == sharding
+        return same and (self._stamp is None or self._stamp.fits(tensor))
+
+    def _pointer(self) -> int:
+        own = self.array if self._here is None else part_on(self.array, self._here)
+        return int(own.unsafe_buffer_pointer())
 
 
 def why_not(tensor: Tensor) -> str:
@@ -87,14 +108,18 @@ class States:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], State]] = {}
 
-    def get(self, tensor: Tensor) -> State | None:
-        """The state of a tensor, made at its first use; None if its memory cannot be shared."""
+    def get(self, tensor: Tensor, sharding: Any = None, here: Any = None) -> State | None:
+        """The state of a tensor, made at its first use; None if its memory cannot be shared.
+
+        ``sharding``: that of a mesh, ``here``: its device that torch's tensors are on. Of inference tensors torch does
+        not count the writes.
+        """
         found = self._known.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1].pointer == tensor.data_ptr():
+        if found is not None and found[0]() is tensor and found[1].fits(tensor, sharding):
             return found[1]
-        if why_not(tensor):
+        if why_not(tensor) or (sharding is not None and (here is None or tensor.is_inference())):
             return None
-        key, state = id(tensor), State(tensor)
+        key, state = id(tensor), State(tensor, sharding, here)
         self._known[key] = (weakref.ref(tensor, lambda ref: self._forget(key, ref)), state)
         return state
 
