@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qcore.plugin_api import Stamp, why_shared
 
-from ..engines.crossing import in_pairs
+from ..engines.crossing import array_of_bytes, in_pairs
 from .meshes import part_on, placed
 
 
@@ -30,7 +30,7 @@ class State:
     def __init__(self, tensor: Tensor, sharding: Any, here: Any) -> None:
         """``sharding``, ``here``: the mesh and torch's device of it; None on one device."""
         self._sharding, self._here = sharding, here
-        self.array = placed(_copied(in_pairs(tensor)), sharding)
+        self.array = placed(_copied(tensor), sharding)
         self.array.block_until_ready()
         self.pointer = self._pointer()
         _adopt(tensor, self)
@@ -65,7 +65,8 @@ def why_not(tensor: Tensor) -> str:
 
 def _copied(tensor: Tensor) -> Any:
     if tensor.is_cuda:
-        return jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True)
+        return jax.numpy.array(array_of_bytes(tensor), copy=True)
+    tensor = in_pairs(tensor)
     same = jax.dlpack.from_dlpack(tensor) if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return jax.device_put(same, may_alias=False)
 
