@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from _table import header, markdown
 
-from qcore import Format, LinearRequest, QTensor, Scheme
+from qcore import Format, LinearRequest, QTensor, Scheme, quantize
 from qcore.contracts import Problem as ContractProblem
 from qcore.contracts.linear import LINEAR
 from qcore_vulkan import device as devices
@@ -83,6 +83,13 @@ GPU = (
     Cell("w4a8-g128", 512, *LARGE, "dot", 45, "30"),
     Cell("w4a16-g128", 512, *LARGE, "none", 28, "28"),
     *(Cell("w4a16-g128", m, *LARGE, dtype=torch.float32) for m in (1, 8, 64, 512)),
+    *(
+        Cell(scheme, m, *LARGE, units, dtype=dtype)
+        for scheme in ("wnf4a16-g64", "wfp8a16")
+        for dtype in (torch.float32, DTYPE)
+        for m in (2, 8, 64, 512)
+        for units in ("any", "none")
+    ),
 )
 CPU = (
     Cell("w8a8", 128, 1024, 1024),
@@ -98,24 +105,26 @@ CPU = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="its index or a part of its name")
+    parser.add_argument("--select", default="", help="only cases whose name has this word")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further cell is begun")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = devices.get(options.device)
-    text = report(device, time.perf_counter() + options.budget)
+    text = report(device, time.perf_counter() + options.budget, options.select)
     print(text)
     if options.output:
         options.output.write_text(text + "\n", encoding="utf-8")
 
 
-def report(device: Device, deadline: float) -> str:
+def report(device: Device, deadline: float, word: str = "") -> str:
     d = device.description
     facts = f"\n- Device: {d.name} ({d.type}), driver {d.driver_name} {d.driver_info}, Vulkan {d.api_version}"
     rates = RATES.get(d.name, {})
     facts += "".join(f"\n- Roof, {name}: {rate:g} T/s" for name, rate in rates.items())
     torch.manual_seed(0)
     clock, rows = Clock(device), {}
-    cells, weights = GPU if device.profile == "gpu" else CPU, None
+    cells = [cell for cell in (GPU if device.profile == "gpu" else CPU) if word in _name(cell)]
+    weights = None
     for cell in sorted(cells, key=_weight):  # each weight is made once
         if time.perf_counter() > deadline:
             rows[cell] = [_name(cell), "left out: the budget was spent", *["-"] * 7]
@@ -145,9 +154,12 @@ class Weights:
     def __init__(self, device: Device, key: tuple[str, int, int], copies: int | None = None):
         self.key = key
         fmt, (_, k, n) = Format.parse(key[0]), key
-        low, high = fmt.code_range
-        codes = torch.randint(low, high + 1, (n, k), dtype=torch.int8)
-        self.tensor = QTensor.from_codes(codes, torch.rand(fmt.groups(k), n) * 0.01 + 0.002, None, fmt)
+        if fmt.element.is_integer:
+            low, high = fmt.code_range
+            codes = torch.randint(low, high + 1, (n, k), dtype=torch.int8)
+            self.tensor = QTensor.from_codes(codes, torch.rand(fmt.groups(k), n) * 0.01 + 0.002, None, fmt)
+        else:
+            self.tensor = quantize(torch.randn(n, k) * 0.02, fmt)
         first = upload(device, self.tensor)
         count = max(2, -(-_CACHES // first.nbytes)) if device.profile == "gpu" else 2
         self.copies = [first, *(_clone(device, first) for _ in range((copies or count) - 1))]

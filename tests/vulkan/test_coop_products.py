@@ -17,7 +17,8 @@ from qcore_vulkan.steps import fragments, selection
 from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, TileShape
 
 SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
-TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wfp4a16-g64-fzp")
+TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wnf4a16-g64", "wfp4a16-g64-fzp", "wnf4a16", "wfp4_bnba16-g64-fzp")
+BYTES = ("wfp8a16", "wfp8a16-g32-e8m0", "wfp8a16-g96", "wfp8a16-g64-fzp")
 INT4_SCHEMES = ("w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256")
 SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
 
@@ -83,13 +84,13 @@ def test_fragments_are_right(vulkan, monkeypatch, known, scheme, dtype):  # noqa
 def test_tiles_that_are_selected_are_right(vulkan, monkeypatch, known, dtype, size):  # noqa: F811
     terms = TERMS if dtype == torch.float32 else 1
     for shape, _ in selection._FRAGMENTS[terms]:
-        for scheme, splits in (("w4a16-g128", 1), ("w4a16-g32-asym", 4), ("wfp4a16-g32-e8m0", 2)):
+        for scheme, splits in (("w4a16-g128", 1), ("w4a16-g32-asym", 4), ("wfp4a16-g32-e8m0", 2), ("wnf4a16-g64", 3)):
             only(monkeypatch, vulkan, lambda p, t=shape, s=splits: CoopFragments(t, s, terms))
             assert_right(vulkan, drawn(scheme, *size, dtype, bias="same"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *TABLES, *BYTES])
 def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa: F811
     for (m, n, k), kb, splits in zip(SIZES, (1, 2, 1), (1, 1, 3), strict=True):
         only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: kernel(vulkan, matrix, p.x_dtype, kb, s))
@@ -99,20 +100,20 @@ def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_what_floats_can_be(vulkan, monkeypatch, matrix, in_registers):  # noqa: F811
     make_of(monkeypatch, vulkan, matrix, in_registers)
-    for scheme in ("w4a16-g32", "w8a16", *(TABLES[:2] if in_registers else ())):
+    for scheme in ("w4a16-g32", "w8a16", BYTES[0], *(TABLES[:3] if in_registers else ())):
         for case in LINEAR.cases([Scheme.parse(scheme)], [torch.float32, torch.bfloat16]):
             if any(part in case.id for part in ("large-x", "zero-", "outliers", "tiny", "extreme", "spike", "deep")):
                 assert_right(vulkan, case.build(3))
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a16", "wnf4a16-g64", "wfp8a16"])
 @pytest.mark.parametrize("decades", [0, 3, 5])
-def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix, decades, in_registers):  # noqa: F811
+def test_float32_keeps_22_bits_beside_larger_values(vulkan, monkeypatch, matrix, decades, scheme):  # noqa: F811
     """Columns whose weight is 0 add nothing to the tolerance; the others must stay within theirs."""
-    make_of(monkeypatch, vulkan, matrix, in_registers)
-    asked = drawn("w4a16-g64" if in_registers else "w8a16", 9, 16, 256, torch.float32)
+    make_of(monkeypatch, vulkan, matrix, "4a16" in scheme)
+    asked = drawn(scheme, 9, 16, 256, torch.float32)
     codes = asked.weight.codes().clone()
-    codes[:, ::7] = 0
+    codes[:, ::7] = 7 if "nf4" in scheme else 0
     weight = type(asked.weight).from_codes(codes, asked.weight.scale, asked.weight.zero, asked.weight.format)
     x = asked.x.clone()
     x[:, ::7] *= 10.0**decades

@@ -231,15 +231,44 @@ def test_partial_results_fit_into_scratch_memory(rich, fmt):
             assert splits == 1 or 4 * splits * m * n <= 128 << 20
 
 
-def test_tables_of_tiny_values_stay_in_float32():
-    for values, in_halves in (
-        ([0.0, 0.125, -6.0, 65504.0], True),
-        ([0.0, 0.0625, 1.0, 2.0], False),
-        ([float.fromhex("0x1.5554p-2")] * 4, False),
+def test_tables_as_float16_numbers():
+    long = float.fromhex("0x1.5554p-2")
+    for values, halves in (
+        ([0.0, 0.125, -6.0, 65504.0], (1, 0)),
+        ([0.0, 0.0625, 1.0, 2.0], (1, 13)),
+        ([float("nan"), 0.5, 1.0, 2.0], (1, 0)),
+        ([long, -1.0, 0.0, 0.5], (2, 14)),
+        ([float.fromhex("0x1.55555cp-2")] * 4, (2, 16)),
+        ([long, 2.0**-30, 0.0, 0.5], None),  # too small beside the largest
+        ([1.0, 2.0**20, 0.0, 0.5], None),
+        ([0.0, 0.0, float("nan"), float("inf")], None),
     ):
-        assert layout._in_halves(Element.table("trial", values)) is in_halves
-    assert layout._in_halves(Element.table("trial", [float("nan"), 0.5, 1.0, 2.0]))
-    assert not layout._in_halves(Element.integer(4))
+        assert layout.halves_of(Element.table("trial", values)) == halves
+    assert layout.halves_of(Element.integer(4)) is None
+    names = {"fp4": (1, 0), "fp4_bnb": (2, 14), "nf4": (2, 14), "fp8": (1, 6), "fp8_e5m2": None}
+    assert {name: layout.halves_of(Format.parse(name).element) for name in names} == names
+
+
+@pytest.mark.parametrize("element", ["nf4", "fp4_bnb"])
+def test_two_halves_hold_what_float16_rounds_off(element):
+    values = torch.tensor(Format.parse(element).element.values, dtype=torch.float64)
+    scaled = values * 2**14
+    first = scaled.half().double()
+    rest = (scaled - first).half().double()
+    assert ((scaled - first - rest).abs() <= scaled.abs() * 2.0**-22).all()
+    assert (scaled != first).any()
+
+
+@pytest.mark.parametrize(("element", "wanted"), [
+    ("fp4-g32-e8m0", CoopFragments), ("nf4-g64", CoopFragments), ("fp4_bnb-g64", CoopFragments), ("fp8", CoopF16),
+    ("fp8-g32-e8m0", CoopF16), ("fp8_e5m2", SharedFloat),
+])  # fmt: skip
+def test_rows_of_tables_meet_matrices(rich, element, wanted):
+    for m in (2, 8, 512):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = list(selection.candidates(rich, problem("gemm_float", m, element, dtype, 1024, 1024)))
+            assert type(found[0]) is wanted
+            assert type(found[-1]) is SharedFloat
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -254,10 +283,9 @@ def test_lanes_share_the_loads_of_fragments_evenly(terms):
 
 
 def test_tables_of_halves_are_multiplied_as_halves(rich):
-    for fmt, variant in (("fp4-g32-e8m0", "coop_fragments"), ("fp4-g16-e4m3", "coop_fragments"), ("nf4-g64", None)):
+    for fmt in ("fp4-g32-e8m0", "fp4-g16-e4m3", "nf4-g64"):
         for m in (2, 8, 512):
-            found = first(rich, "gemm_float", m, fmt, torch.float32).variant
-            assert found == (variant or "gemm_float_shared")
+            assert first(rich, "gemm_float", m, fmt, torch.float32).variant == "coop_fragments"
     assert first(rich, "gemm_float", 1, "fp4-g32-e8m0", torch.float32).variant == "gemv_row_dot"
 
 

@@ -1,4 +1,5 @@
-// GEMM with cooperative matrices of float16: y = x W^T, float activations, int4 or int8 weights.
+// GEMM with cooperative matrices of float16: y = x W^T, float activations, int4 or int8 weights, or codes of a table
+// whose values, times 2^SHIFT, are float16 numbers, or (of four bits) sums of two, see coop_fragments.
 //
 // A workgroup computes BM x BN results, a subgroup WM x WN of them in matrices of TM x TN. Grid: x tiles of rows, y
 // tiles of columns, z parts of K, which gemm_join adds up.
@@ -38,6 +39,9 @@ layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 16u;
 layout(constant_id = 12) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
 layout(constant_id = 13) const uint TERMS = 1u;    // float16 matrices whose sum is x, one or two
+layout(constant_id = 14) const uint VALUES = 0u;   // of a table that codes index, 16 or 256; 0: they are integers
+layout(constant_id = 15) const uint W_TERMS = 1u;  // float16 matrices whose sum is the weight, one or two
+layout(constant_id = 16) const uint SHIFT = 0u;
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -60,14 +64,16 @@ layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][N
 layout(set = 0, binding = 4) readonly buffer XScale { float x_scale[]; };  // [M], see plain_rows.glsl
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
+layout(set = 0, binding = 8) readonly buffer Table { float table[]; };  // [VALUES], if there is one
 
+#include "coop_tables.glsl"
 #include "plain_rows.glsl"
 
 const uint A_TILE = AM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [row]; after the last step results
-shared uvec4 b_tile[BN * ROW];                             // [column of the result]
+shared uvec4 b_tile[W_TERMS * BN * ROW];                   // [term][column of the result]
 shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
 
 uvec4 a_next[A_LOADS];
@@ -115,11 +121,19 @@ void store_tiles() {
         float16_t z = ZERO == 1u ? float16_t(zero_next[i]) : float16_t(BITS == 4u ? 8.0 : 0.0);
         uint at = row * ROW + block * 4u;
         if (BN * KB * 2u * P % LANES == 0u || t < BN * KB * 2u * P) {
-            if (BITS == 4u) {
-                b_tile[at + half_ * 2u] = halves_of_4(b_next[i].x, z);
-                b_tile[at + half_ * 2u + 1u] = halves_of_4(b_next[i].y, z);
+            uvec2 v = b_next[i];
+            if (VALUES == 16u) {
+                [[unroll]] for (uint term = 0u; term < W_TERMS; ++term) {
+                    b_tile[term * BN * ROW + at + half_ * 2u] = eight_of_table(v.x, term);
+                    b_tile[term * BN * ROW + at + half_ * 2u + 1u] = eight_of_table(v.y, term);
+                }
+            } else if (VALUES != 0u) {
+                b_tile[at + half_] = uvec4(four_of_table(v.x), four_of_table(v.y));
+            } else if (BITS == 4u) {
+                b_tile[at + half_ * 2u] = halves_of_4(v.x, z);
+                b_tile[at + half_ * 2u + 1u] = halves_of_4(v.y, z);
             } else {
-                b_tile[at + half_] = uvec4(halves_of_8(b_next[i].x, z), halves_of_8(b_next[i].y, z));
+                b_tile[at + half_] = uvec4(halves_of_8(v.x, z), halves_of_8(v.y, z));
             }
         }
     }
@@ -136,6 +150,7 @@ void store_scales(uint col0, uint group) {
 // Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
 // the part z = 0.
 float finish(uint m_, uint n_, float value) {
+    if (SHIFT != 0u) value *= uintBitsToFloat((127u - SHIFT) << 23);
     if (GROUPED == 0u) value *= scale[n_];
     value *= x_scale[m_];
     if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
@@ -193,9 +208,13 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
     }
-    // 2. The first tiles and scales; nothing overlaps with them.
+    // 2. The first tiles and scales, and the table; nothing overlaps with them.
     uint group = start * KB / group_blocks;
     load_tiles(row0, col0, start);
+    if (VALUES != 0u) {
+        store_table();
+        barrier();
+    }
     store_tiles();
     if (GROUPED != 0u) store_scales(col0, group);
     barrier();
@@ -209,9 +228,13 @@ void main() {
             // 4. Products of this step, from shared memory. B stays in registers for all rows of the subgroup's tile, A
             //    passes matrix by matrix. A row of b_tile is a column of B: column major.
             coopmat<float16_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
-            [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                coopMatLoad(b[j], b_tile, (sub_n + j * TN) * ROW + kk * TK / 8u, ROW,
-                            gl_CooperativeMatrixLayoutColumnMajor);
+            coopmat<float16_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> rest[W_TERMS > 1u ? TILES_N : 1u];
+            [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
+                uint at = (sub_n + j * TN) * ROW + kk * TK / 8u;
+                coopMatLoad(b[j], b_tile, at, ROW, gl_CooperativeMatrixLayoutColumnMajor);
+                if (W_TERMS > 1u)
+                    coopMatLoad(rest[REST(j)], b_tile, BN * ROW + at, ROW, gl_CooperativeMatrixLayoutColumnMajor);
+            }
             [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
                 if (term > 0u) {
                     [[unroll]] for (uint j = 0u; j < TILES_N; ++j) b[j] = b[j] * float16_t(0.00048828125);
@@ -220,8 +243,11 @@ void main() {
                     coopmat<float16_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
                     coopMatLoad(a, a_tile, (term * BM + sub_m + i * TM) * ROW + kk * TK / 8u, ROW,
                                 gl_CooperativeMatrixLayoutRowMajor);
-                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                         sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
+                        if (W_TERMS > 1u && term == 0u)
+                            sum[i * TILES_N + j] = coopMatMulAdd(a, rest[REST(j)], sum[i * TILES_N + j]);
+                    }
                 }
             }
         }

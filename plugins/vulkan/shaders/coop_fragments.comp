@@ -1,5 +1,5 @@
 // GEMM with cooperative matrices of float16 whose layout across lanes is known: y = x W^T, float activations, weights of
-// four bits: int4, or codes of a table whose values are float16 numbers.
+// four bits: int4, or codes of a table whose values are float16 numbers, or sums of two.
 //
 // A workgroup computes BM x BN results, a subgroup of 32 lanes WM x WN of them. Grid: x tiles of rows, y tiles of
 // columns, z parts of K, which gemm_join adds up.
@@ -16,7 +16,9 @@
 // what lies past the end of K is loaded again and multiplied by zeros of A.
 //
 // Accuracy: as coop_f16. Sums of FOLD blocks are scaled and added to the total in float32; FOLD divides the blocks of
-// a group and STEPS.
+// a group and STEPS. Values of a table are multiplied by 2^SHIFT, which brings them into the range of float16; what
+// float16 rounds off of them is a second matrix (W_TERMS), which meets the first term of x only: the product with the
+// second is 2^-22 of the result.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -40,6 +42,8 @@ layout(constant_id = 7) const uint GROUP = 0u;  // blocks of a group; 0: a row h
 layout(constant_id = 8) const uint FOLD = 4u;
 layout(constant_id = 9) const uint TERMS = 1u;  // float16 matrices whose sum is x, one or two
 layout(constant_id = 10) const uint VALUES = 0u;  // of a table that codes index, 16; 0: they are integers
+layout(constant_id = 11) const uint W_TERMS = 1u;  // float16 matrices whose sum is the weight, one or two
+layout(constant_id = 12) const uint SHIFT = 0u;
 layout(local_size_x_id = 0) in;
 
 const uint BITS = 4u;
@@ -65,15 +69,7 @@ layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer XSums { float x_sum[]; };  // [M][G]
 layout(set = 0, binding = 8) readonly buffer Table { float table[]; };  // [VALUES], if there is one
 
-#define NO_ZERO (VALUES != 0u ? 0.0 : 8.0)
-#define NUMBERS(codes) numbers_of(codes)
-
-// What codes stand for, less no zero point.
-vec4 numbers_of(vec4 codes) {
-    if (VALUES == 0u) return codes;
-    return vec4(table[uint(codes.x)], table[uint(codes.y)], table[uint(codes.z)], table[uint(codes.w)]);
-}
-
+#include "coop_tables.glsl"
 #include "plain_rows.glsl"
 
 #define MATRIX_A coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
@@ -84,7 +80,6 @@ const uint ROW = STEPS * 4u + 1u;  // uvec4 from one row of A to the next: 8 hal
 const uint LOADS = ROWS * STEPS * 4u / LANES;
 
 shared uvec4 a_tile[2u * ROWS * ROW];  // [of two steps][row]
-shared uint pairs[VALUES * VALUES + 1u];  // of a table, by a byte: the halves of its low code and of its high code
 shared uint any_plain;
 
 uvec4 a_next[LOADS];
@@ -147,10 +142,9 @@ void next_group(uint col0, uint block) {
     load_group(col0, block + FOLD);
 }
 
-// Eight codes less z, or what they stand for, as pairs of halves in the order of coop_prep.
-uvec4 unpacked(uint word, float16_t z) {
-    if (VALUES == 0u) return halves_of_4(word, z);
-    return uvec4(pairs[word & 255u], pairs[(word >> 8) & 255u], pairs[(word >> 16) & 255u], pairs[word >> 24]);
+// Eight codes less z, or a term of what they stand for, as pairs of halves in the order of coop_prep.
+uvec4 unpacked(uint word, float16_t z, uint term) {
+    return VALUES == 0u ? halves_of_4(word, z) : eight_of_table(word, term);
 }
 
 // Two halves of a lane as adjacent elements of its matrix.
@@ -164,6 +158,7 @@ uvec4 unpacked(uint word, float16_t z) {
 // Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
 // the part z = 0.
 float finish(uint m_, uint n_, float value) {
+    if (SHIFT != 0u) value *= uintBitsToFloat((127u - SHIFT) << 23);
     if (GROUP == 0u) value *= scale[n_];
     value *= x_scale[m_];
     if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
@@ -195,8 +190,7 @@ void main() {
     }
     load_group(col0, start);
     next_group(col0, start);
-    for (uint t = gl_LocalInvocationIndex; t < VALUES * VALUES; t += LANES)
-        pairs[t] = packFloat2x16(f16vec2(float16_t(table[t % 16u]), float16_t(table[t / 16u])));
+    store_table();
     store_a(0u, start, stop);
     barrier();
     uint now = 0u;
@@ -206,11 +200,18 @@ void main() {
         [[unroll]] for (uint u = 0u; u < STEPS; ++u) {
             // 4. Unpack the block's codes into B; their registers take those of the block STEPS later, in flight since.
             MATRIX_B b[2u * TILES_N];
+            MATRIX_B rest[W_TERMS > 1u ? 2u * TILES_N : 1u];
             [[unroll]] for (uint j = 0u; j < EIGHTS; ++j) {
-                uvec4 codes = unpacked(b_next[u][j], ZERO == 1u ? zero_now[j] : float16_t(8.0));
+                uint word = b_next[u][j];
                 load_b(u, j, step + u + STEPS);
+                uvec4 codes = unpacked(word, ZERO == 1u ? zero_now[j] : float16_t(8.0), 0u);
                 [[unroll]] for (uint i = 0u; i < 4u; ++i)
                     PUT(b[i / 2u * TILES_N + j / 2u], j % 2u * 2u + i % 2u, codes[i])
+                if (W_TERMS > 1u) {
+                    codes = unpacked(word, float16_t(0.0), 1u);
+                    [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                        PUT(rest[REST(i / 2u * TILES_N + j / 2u)], j % 2u * 2u + i % 2u, codes[i])
+                }
             }
             // 5. Products. A comes from shared memory matrix by matrix and meets every B of the block.
             [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
@@ -222,8 +223,11 @@ void main() {
                         MATRIX_A a;
                         uint at = (now * ROWS + term * BM + sub_m + i * 16u) * ROW + u * 4u + k * 2u;
                         coopMatLoad(a, a_tile, at, ROW, gl_CooperativeMatrixLayoutRowMajor);
-                        [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
+                        [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
                             sum[i * TILES_N + j] = coopMatMulAdd(a, b[k * TILES_N + j], sum[i * TILES_N + j]);
+                            if (W_TERMS > 1u && term == 0u)
+                                sum[i * TILES_N + j] = coopMatMulAdd(a, rest[REST(k * TILES_N + j)], sum[i * TILES_N + j]);
+                        }
                     }
                 }
             }

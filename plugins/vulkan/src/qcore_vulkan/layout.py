@@ -24,8 +24,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import isfinite
-from typing import TYPE_CHECKING
+from math import frexp, isfinite, ldexp
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +47,17 @@ NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 
 _KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLOAT_ZERO}
 _HALF_MIN, _HALF_MAX = 2.0**-3, 65504.0
+_EXPONENT = 15
+"""Of a power of two that is above all values of a table in float16."""
 _CHUNK = 1 << 24
 """Codes that are packed at a time."""
+
+
+class Halves(NamedTuple):
+    """A table as float16 numbers. **Fields:** ``terms`` whose sum is a value times 2^``shift``, 1 or 2."""
+
+    terms: int
+    shift: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Geometry:
 
     **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
     ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``; ``is_table``:
-    whether codes index a table; ``in_halves``: whether its values fit float16 matrices, see `_in_halves`.
+    whether codes index a table; ``halves``: its values as float16 matrices, None if they do not fit.
     """
 
     n: int
@@ -68,14 +77,14 @@ class Geometry:
     split: int
     zero_kind: int
     is_table: bool = False
-    in_halves: bool = False
+    halves: Halves | None = None
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> Geometry:
         """The sizes for a weight that `why_not_packed` does not refuse."""
         group = _stored_group(format, k)
         split, element = -(-format.group(k) // group), format.element
-        kinds = (_KINDS[format.zero], not element.is_integer, _in_halves(element))
+        kinds = (_KINDS[format.zero], not element.is_integer, halves_of(element))
         return cls(n, k, element.container_bits, group, -(-k // group), split, *kinds)
 
     @cached_property
@@ -105,16 +114,28 @@ class Geometry:
 
 
 @lru_cache(maxsize=64)
-def _in_halves(element: Element) -> bool:
-    """Whether the finite values of a table are exact in float16, and normal numbers there also times 2^-11.
+def halves_of(element: Element) -> Halves | None:
+    """How float16 matrices hold the finite values of a table: normal numbers, also times 2^-11, or sums of two terms.
 
-    The second term of a float32 x is multiplied with 2^-11 times the weight.
+    The second term of a float32 x is multiplied with 2^-11 times the weight. Two terms hold 22 bits, as of x.
     """
-    values = [value for value in element.values or () if isfinite(value)]
-    exact = (
-        v == 0 or (_HALF_MIN <= abs(v) <= _HALF_MAX and struct.unpack("e", struct.pack("e", v)) == (v,)) for v in values
-    )
-    return bool(values) and all(exact)
+    values = [abs(value) for value in element.values or () if isfinite(value) and value != 0]
+    if not values:
+        return None
+    for shift in (0, _EXPONENT - frexp(max(values))[1]):
+        scaled = [ldexp(value, shift) for value in values]
+        if shift >= 0 and all(_HALF_MIN <= value <= _HALF_MAX for value in scaled):
+            rest = [value - _half(value) for value in scaled]
+            if not any(rest):
+                return Halves(1, shift)
+            if shift and all(abs(r - _half(r)) <= ldexp(value, -22) for r, value in zip(rest, scaled, strict=True)):
+                return Halves(2, shift)
+    return None
+
+
+def _half(value: float) -> float:
+    rounded: float = struct.unpack("e", struct.pack("e", value))[0]
+    return rounded
 
 
 def _stored_group(format: Format, k: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
-from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Part
+from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Halves, Part
 from .experts import Added, columns, first_column, is_biased, memory, row_tiles, words
 from .problem import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
@@ -262,7 +262,10 @@ class CoopInt8(Single):
 
 @dataclass(frozen=True)
 class CoopF16(Single):
-    """`coop_f16`; fields as of `CoopInt8`, and ``terms``: `TERMS` if x is float32."""
+    """`coop_f16`: integers, or codes of a table in `Geometry.halves`, of eight bits in one term.
+
+    **Fields:** as of `CoopInt8`, and ``terms``: `TERMS` if x is float32.
+    """
 
     shape: TileShape
     tile: tuple[int, int, int]
@@ -273,21 +276,24 @@ class CoopF16(Single):
     form: Literal["rows"] = "rows"
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
-        return *_coop_constants(self.shape, self.tile, self.subgroup, geometry), self.terms
+        g = geometry
+        return *_coop_constants(self.shape, self.tile, self.subgroup, g), self.terms, g.values, *_halves_of(g)
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return _coop_needs(self, geometry, 2, self.terms)
+        lanes, shared = _coop_needs(self, geometry, 2, self.terms)
+        more = (_halves_of(geometry).terms - 1) * self.shape.bn * (self.shape.blocks(geometry) * 64 + 16)
+        return lanes, shared + more + _table_bytes(geometry)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms)
-        refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
+        refs = [*bindings(halves.codes, part, halves.scales, bias, out, halves.sums), part.table or halves.codes]
         _append_coop(self, b, part, geometry, bias, out, refs, [], _whole_groups(self, geometry))
 
 
 @dataclass(frozen=True)
 class CoopFragments(Single):
-    """`coop_fragments`: int4, or a table in float16, on devices with `fragments.LAYOUT`; ``splits`` of K, at most.
+    """`coop_fragments`: int4, or a table of four bits, on devices with `fragments.LAYOUT`; ``splits`` of K, at most.
 
     **Fields:** ``shape.kb``: blocks in a step, whatever their number; ``terms``: `TERMS` if x is float32.
     """
@@ -303,12 +309,12 @@ class CoopFragments(Single):
         s, g = self.shape, geometry
         group = g.blocks if g.groups > 1 else 0
         sizes = (s.owners * 32, s.bm, s.bn, s.kb, s.m, s.n)
-        return *sizes, g.zero_kind, group, gcd(s.kb, group), self.terms, g.values
+        return *sizes, g.zero_kind, group, gcd(s.kb, group), self.terms, g.values, *_halves_of(g)
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
         s = self.shape
-        return s.owners * 32, 2 * self.terms * s.bm * (s.kb * 64 + 16) + 4 * (geometry.values**2 + 2)
+        return s.owners * 32, 2 * self.terms * s.bm * (s.kb * 64 + 16) + _table_bytes(geometry) + 4
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms, quads=True)
@@ -377,6 +383,15 @@ def _append_coop(
         b.dispatch("gemm_join", (), fold(-(-total // 64)), [out.rows, part.n, count, *_result(out, bias, part)], joined)
 
 
+def _halves_of(geometry: Geometry) -> Halves:
+    return geometry.halves or Halves(1, 0)
+
+
+def _table_bytes(geometry: Geometry) -> int:
+    """Shared memory of coop_tables.glsl."""
+    return 1024 * _halves_of(geometry).terms if geometry.is_table else 4
+
+
 def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int, terms: int = 1) -> tuple[int, int]:
     """Tiles, whose memory later holds the results of all subgroups, and scales of two groups, as of `coop_f16`."""
     s = kernel.shape
@@ -441,7 +456,7 @@ def _halves(
     aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
     push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
-    order = 16 if geometry.is_table else geometry.bits
+    order = 16 if geometry.is_table and geometry.bits == 4 else geometry.bits
     constants = (order, lanes, dtype, int(aligned), terms, int(quads))
 
     def make() -> _Halves:

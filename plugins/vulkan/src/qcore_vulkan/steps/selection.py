@@ -141,7 +141,8 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
     terms = 1 if narrow or problem.coarse else TERMS
     tile = _matrix(description, "f16", "f32")
     if problem.geometry.is_table:
-        yield from _fragments(terms, description, problem, tile)
+        if problem.geometry.halves is not None and tile is not None:
+            yield from _coop_float(description, problem, tile, terms)
         yield from map(SharedFloat, _by_time(_FLOAT, description, problem))
         return
     if tile is not None and narrow and 2 < problem.m <= 4 * FEW and problem.geometry.zero_kind != FLOAT_ZERO:
@@ -163,8 +164,11 @@ def _float(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
 def _coop_float(
     description: Description, problem: GemmProblem, tile: tuple[int, int, int], terms: int
 ) -> Iterator[Kernel]:
-    if problem.geometry.n >= _WIDE or problem.m * problem.geometry.n > _FEW_RESULTS:
+    g = problem.geometry
+    if g.n >= _WIDE or problem.m * g.n > _FEW_RESULTS or g.is_table:
         yield from _fragments(terms, description, problem, tile)
+    if g.bits == 8 and g.halves is not None and g.halves.terms > 1:
+        return
     by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
     for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
         yield CoopF16(shape, tile, description.subgroup.size, splits, terms)
@@ -251,8 +255,9 @@ def _fragments(
 ) -> Iterator[Kernel]:
     """`CoopFragments` with splits of K, in ascending order of the time that they should take."""
     cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
-    if tile != (16, 16, 16) or g.bits != 4 or g.is_table != g.in_halves:
+    if tile != (16, 16, 16) or g.bits != 4:
         return
+    more = 1.0 if g.halves is None else (g.halves.terms + terms - 1) / terms  # products per product of integers
 
     def time(one: tuple[TileShape, float, int]) -> float:
         shape, pace, splits = one
@@ -262,7 +267,7 @@ def _fragments(
         if shape.bn == 128:  # a core runs two of the smallest at once
             rounds = 2 * ceil(tiles / 2) if tiles > 1 else 1.3
         columns = g.columns / splits + 65  # the first step and the results overlap with nothing
-        return 1e-3 * rounds * pace * columns + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
+        return 1e-3 * rounds * pace * more * columns + (0.0 if splits == 1 else _JOIN + splits * m * g.n * _PARTIAL)
 
     parts = [splits for splits in _splits(description, problem) if splits == 1 or g.columns >= 512 * splits]
     found = sorted(((*one, splits) for one in _FRAGMENTS[terms] for splits in parts), key=time)
