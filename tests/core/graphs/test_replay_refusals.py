@@ -11,7 +11,7 @@ from replayed_models import Cached, twins
 from torch import nn
 
 import qcore
-from qcore.graphs import make_replay
+from qcore.graphs import make_replay, noting
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +191,16 @@ def test_attributes_that_are_as_before_at_the_end_are_no_writes():
     replay = make_replay(compiled, *args)
     other = torch.randn(1, 8), torch.tensor([2])
     assert torch.equal(replay(*other)["y"], compiled(*other)["y"])
+
+
+@pytest.mark.parametrize(("line", "found"), [
+    ("FLAG.value = None", ""), ("FLAG.inner.value = None", ""), ("FLAG.on = x.value = None", "value"), ("x.on = 1", "on"),
+])  # fmt: skip
+def test_writes_in_code_that_names_hundreds_of_things(line, found):
+    """An instruction whose argument exceeds a byte stands behind another that extends it."""
+    scope, names = {}, "\n".join(f"    name_{i}" for i in range(300))
+    exec(f"def call(x):\n{names}\n    {line}", scope)
+    assert noting._of_code(scope["call"].__code__) == (found and f"it writes {found!r} (STORE_ATTR)")
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ class _Owners:
 
     def _after(self, step: dis.Instruction, *, jump: bool) -> list[bool]:
         top, stack = self.is_top(), [*self._stack]
+        if step.opname in _IDLE:
+            return stack
         if step.opname == "STORE_FAST":
             self._locals[step.argval] = top
         if step.opname == "SWAP" and step.arg and step.arg <= len(stack):
@@ -155,12 +157,15 @@ class _Owners:
         depth = max(len(stack) + dis.stack_effect(step.opcode, step.arg, jump=jump), 0)
         stack = [*stack[:depth], *[False] * (depth - len(stack))]
         if stack and not step.opname.startswith(("STORE", "POP", "DELETE", "FOR", "JUMP")):
-            known = step.opname == "LOAD_FAST" and self._locals.get(step.argval, False)
+            known = step.opname in _LOCAL and self._locals.get(step.argval, False)
             kept = top and (step.opname in ("LOAD_ATTR", "DUP_TOP") or (step.opname == "COPY" and step.arg == 1))
             stack[-1] = step.opname == "LOAD_GLOBAL" or known or kept
         return stack
 
 
+_IDLE = frozenset(("EXTENDED_ARG", "NOP", "RESUME", "CACHE", "KW_NAMES"))
+"""Instructions that leave the stack as it is: EXTENDED_ARG stands before any whose argument exceeds a byte."""
+_LOCAL = frozenset(("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"))
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _LEAVING = ("JUMP_BACKWARD", "JUMP_FORWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
 _INSIDE = Path(torch.__file__).parent

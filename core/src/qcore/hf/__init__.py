@@ -16,8 +16,19 @@ model = AutoModelForCausalLM.from_pretrained(out)  # the same bits
 ```
 """
 
-from .config import QcoreConfig
-from .generation import compile_config
-from .quantizer import QcoreQuantizer, adopt
+from importlib import metadata
+
+try:
+    from .config import QcoreConfig
+    from .generation import compile_config
+    from .quantizer import QcoreQuantizer, adopt
+except ImportError as error:
+    try:
+        here = f"transformers {metadata.version('transformers')} is installed"
+    except metadata.PackageNotFoundError:
+        here = "transformers is not installed"
+    raise ImportError(
+        f"qcore.hf cannot be imported: it needs transformers 5.23 or later, and {here}.\npip install 'qcore[hf]'"
+    ) from error
 
 __all__ = ["QcoreConfig", "QcoreQuantizer", "adopt", "compile_config"]
