@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,6 +202,32 @@ def test_writes_in_code_that_names_hundreds_of_things(line, found):
     scope, names = {}, "\n".join(f"    name_{i}" for i in range(300))
     exec(f"def call(x):\n{names}\n    {line}", scope)
     assert noting._of_code(scope["call"].__code__) == (found and f"it writes {found!r} (STORE_ATTR)")
+
+
+def test_loops_and_pairs_of_later_pythons(monkeypatch):
+    """Python 3.12 ends a loop by an instruction that uncovers what lies below; 3.13 has pairs of instructions."""
+    effects = {
+        "LOAD_GLOBAL": 1, "LOAD_FAST": 1, "GET_ITER": 0, "FOR_ITER": 1, "STORE_FAST": -1, "JUMP_BACKWARD": 0,
+        "END_FOR": -2, "STORE_ATTR": -2, "STORE_FAST_LOAD_FAST": 0, "STORE_FAST_STORE_FAST": -2,
+    }  # fmt: skip
+    monkeypatch.setattr(noting.dis, "stack_effect", lambda opcode, _arg, *, jump: effects[opcode])
+    monkeypatch.setattr(noting, "_JUMPS", {"FOR_ITER", "JUMP_BACKWARD"})
+
+    def is_top_after(*names, targets=()):
+        owners = noting._Owners()
+        for i, name in enumerate(names):
+            argval = dict(targets).get(i, "x")
+            owners.follow(SimpleNamespace(opname=name, opcode=name, arg=0, argval=argval, offset=i))
+        return owners.is_top()
+
+    loop = ("GET_ITER", "FOR_ITER", "STORE_FAST", "JUMP_BACKWARD", "END_FOR")
+    start = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_FAST")
+    assert is_top_after(*start, *loop, targets=[(4, 7), (6, 4)])
+    assert not is_top_after("LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST", *loop, targets=[(4, 7), (6, 4)])
+    assert not is_top_after("LOAD_GLOBAL", "STORE_FAST_LOAD_FAST")
+    assert is_top_after("LOAD_GLOBAL", "STORE_FAST", "LOAD_FAST")
+    pairs = ("LOAD_FAST", "LOAD_FAST", "STORE_FAST_STORE_FAST")
+    assert not is_top_after("LOAD_GLOBAL", "STORE_FAST", *pairs, "LOAD_FAST")
 
 
 @pytest.mark.parametrize(

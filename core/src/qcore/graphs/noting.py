@@ -151,12 +151,14 @@ class _Owners:
             return stack
         if step.opname == "STORE_FAST":
             self._locals[step.argval] = top
+        elif step.opname.startswith("STORE_FAST_"):  # two in one, since Python 3.13
+            self._locals.clear()
         if step.opname == "SWAP" and step.arg and step.arg <= len(stack):
             stack[-1], stack[-step.arg] = stack[-step.arg], stack[-1]
             return stack
         depth = max(len(stack) + dis.stack_effect(step.opcode, step.arg, jump=jump), 0)
         stack = [*stack[:depth], *[False] * (depth - len(stack))]
-        if stack and not step.opname.startswith(("STORE", "POP", "DELETE", "FOR", "JUMP")):
+        if stack and (not step.opname.startswith(_POPS) or step.opname.endswith("_LOAD_FAST")):
             known = step.opname in _LOCAL and self._locals.get(step.argval, False)
             kept = top and (step.opname in ("LOAD_ATTR", "DUP_TOP") or (step.opname == "COPY" and step.arg == 1))
             stack[-1] = step.opname == "LOAD_GLOBAL" or known or kept
@@ -165,6 +167,8 @@ class _Owners:
 
 _IDLE = frozenset(("EXTENDED_ARG", "NOP", "RESUME", "CACHE", "KW_NAMES"))
 """Instructions that leave the stack as it is: EXTENDED_ARG stands before any whose argument exceeds a byte."""
+_POPS = ("STORE", "POP", "DELETE", "FOR", "END", "JUMP")
+"""How the names of instructions begin that uncover what lies below; of others the top is a result."""
 _LOCAL = frozenset(("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"))
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _LEAVING = ("JUMP_BACKWARD", "JUMP_FORWARD", "JUMP_ABSOLUTE", "RETURN", "RAISE", "RERAISE")
