@@ -241,6 +241,10 @@ def test_tables_as_float16_numbers():
         ([float.fromhex("0x1.55555cp-2")] * 4, (2, 16)),
         ([long, 2.0**-30, 0.0, 0.5], None),  # too small beside the largest
         ([1.0, 2.0**20, 0.0, 0.5], None),
+        ([16400.0, -1.0, 0.0, 2.0], (1, 0)),
+        ([21845.5, -1.0, 0.0, 2.0], (2, 0)),
+        ([2.0**-49, 0.0, 0.0, 2.0**-50], (1, 63)),
+        ([2.0**-113, 0.0, 0.0, 2.0**-114], None),  # 2^-127 is no normal number
         ([0.0, 0.0, float("nan"), float("inf")], None),
     ):
         assert layout.halves_of(Element.table("trial", values)) == halves

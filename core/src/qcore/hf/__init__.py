@@ -23,6 +23,8 @@ try:
     from .generation import compile_config
     from .quantizer import QcoreQuantizer, adopt
 except ImportError as error:
+    if (error.name or "").partition(".")[0] != "transformers":
+        raise
     try:
         here = f"transformers {metadata.version('transformers')} is installed"
     except metadata.PackageNotFoundError:

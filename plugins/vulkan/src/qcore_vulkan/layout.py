@@ -49,6 +49,8 @@ _KINDS = {ZeroPoint.NONE: NO_ZERO, ZeroPoint.INT: INT_ZERO, ZeroPoint.FLOAT: FLO
 _HALF_MIN, _HALF_MAX = 2.0**-3, 65504.0
 _EXPONENT = 15
 """Of a power of two that is above all values of a table in float16."""
+_MOST_SHIFT = 64
+"""Shaders multiply by 2^shift and 2^-shift, which must be normal float32 numbers."""
 _CHUNK = 1 << 24
 """Codes that are packed at a time."""
 
@@ -122,14 +124,17 @@ def halves_of(element: Element) -> Halves | None:
     values = [abs(value) for value in element.values or () if isfinite(value) and value != 0]
     if not values:
         return None
-    for shift in (0, _EXPONENT - frexp(max(values))[1]):
+    largest = _EXPONENT - frexp(max(values))[1]
+    for shift in (0, largest):
         scaled = [ldexp(value, shift) for value in values]
-        if shift >= 0 and all(_HALF_MIN <= value <= _HALF_MAX for value in scaled):
-            rest = [value - _half(value) for value in scaled]
-            if not any(rest):
-                return Halves(1, shift)
-            if shift and all(abs(r - _half(r)) <= ldexp(value, -22) for r, value in zip(rest, scaled, strict=True)):
-                return Halves(2, shift)
+        if not (0 <= shift <= _MOST_SHIFT and all(_HALF_MIN <= value <= _HALF_MAX for value in scaled)):
+            continue
+        rest = [value - _half(value) for value in scaled]
+        if not any(rest):
+            return Halves(1, shift)
+        held = (abs(r - _half(r)) <= ldexp(value, -22) for r, value in zip(rest, scaled, strict=True))
+        if shift == largest and all(held):
+            return Halves(2, shift)
     return None
 
 

@@ -89,9 +89,10 @@ def shard_(
 ) -> dict[str, str]:
     """Let programs that ``torch.compile(model, backend="qcore_xla")`` makes from now on run on a mesh of devices.
 
-    Called one by one, the layers go on as before. Compile the model after this call. KV caches and other states are
-    whole on every device; torch has the memory of its own device's, and what it writes there reaches the others with
-    the next call (writes to ``tensor.data``, which torch does not count, do not).
+    Called one by one, the layers go on as before. Compile the model after this call. If torch's tensors are on a device
+    of the mesh, KV caches and other states are whole on every device. Torch has the memory of its own device's, and
+    what it writes there reaches the others with the next call, unless torch does not count it: writes to
+    ``tensor.data``, or by NumPy or another library to memory that it shares.
 
     **Arguments:**
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from qcore import PluginError, QcoreWarning
-from qcore.plugin_api import GraphPart, PartRefused, Resident, Role, Stamp, first_line, weight_of
+from qcore.plugin_api import GraphPart, PartRefused, Resident, Role, Stamp, first_line, weight_of, why_shared
 
 from .. import environment
 from ..engines.crossing import array_of, array_of_bytes, in_pairs, joined, parted, tensor_of, wait_for_torch
@@ -76,7 +76,9 @@ def _state_array(tensor: Tensor, sharding: Any, *, paired: bool) -> Array:
     if sharding is None:
         return jax.numpy.array(made(tensor), copy=True)
     known = _spread.peek(tensor)
-    usable = known is not None and not tensor.is_inference() and known.sharding == sharding and not known.is_deleted()
+    usable = known is not None and known.sharding == sharding and not known.is_deleted()
+    # Nothing counts writes to inference tensors, or through others that share the memory.
+    usable = usable and not tensor.is_inference() and not why_shared(tensor)
     if known is not None and usable and _spread.get(tensor) is known:  # torch has not written to it since
         return known
     return placed(jax.numpy.array(made(tensor), copy=True), sharding)  # type: ignore[no-any-return]

@@ -34,7 +34,8 @@ class State:
         self.array.block_until_ready()
         self.pointer = self._pointer()
         _adopt(tensor, self)
-        self._stamp: Stamp | None = None
+        # At once, as the call that makes a state may end before its program: what torch writes then must be seen.
+        self._stamp = None if sharding is None else Stamp(tensor)
 
     def replace(self, array: Any, tensor: Tensor) -> None:
         """Take the result of a call, which XLA has written to the same memory unless it could not."""
@@ -112,13 +113,15 @@ class States:
     def get(self, tensor: Tensor, sharding: Any = None, here: Any = None) -> State | None:
         """The state of a tensor, made at its first use; None if its memory cannot be shared.
 
-        ``sharding``: that of a mesh, ``here``: its device that torch's tensors are on. Of inference tensors torch does
-        not count the writes.
+        ``sharding``: that of a mesh, ``here``: its device that torch's tensors are on. The other devices need to know
+        of torch's writes, which nobody counts for inference tensors and for what other tensors of the same memory do.
         """
+        if sharding is not None and (here is None or tensor.is_inference() or why_not(tensor)):
+            return None
         found = self._known.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1].fits(tensor, sharding):
             return found[1]
-        if why_not(tensor) or (sharding is not None and (here is None or tensor.is_inference())):
+        if why_not(tensor):
             return None
         key, state = id(tensor), State(tensor, sharding, here)
         self._known[key] = (weakref.ref(tensor, lambda ref: self._forget(key, ref)), state)
