@@ -181,6 +181,18 @@ def test_states(count, reason):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("count", [torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.zeros(8)[2:5]])
+def test_a_program_counts_its_writes(count):
+    """As eager code does: autograd and other backends tell by it that a saved tensor has changed."""
+    compiled = torch.compile(Counter(count), backend=qcore_xla)
+    compiled(torch.ones(3).to(count.dtype))  # may give the tensor other memory, which counts, too
+    for _ in range(3):
+        before = count._version
+        compiled(torch.ones(3).to(count.dtype))
+        assert count._version == before + 1
+
+
+@torch.no_grad()
 def test_a_state_that_is_viewed_is_copied():
     count = torch.zeros(3)
     view = count[:2]

@@ -132,6 +132,35 @@ def test_versions_count_writes_by_torch_only():
         torch._dynamo.reset()
 
 
+def test_a_backend_may_count_its_writes_itself():
+    class Own(TorchParts):
+        name, counts_writes = "counts_writes", True
+
+        def compile(self, part):
+            run, self.versions = super().compile(part), []
+
+            def counting(values):
+                written = [values[place] for place in part.updates]
+                self.versions += [graphs.version(one) for one in written]
+                return run(values)  # by `copy_`, which counts
+
+            return counting
+
+    backend, count = Own(), torch.zeros(3)
+    try:
+        compiled = backend.compiled(lambda x: count.add_(x) * 2)
+        for written in (1, 1, 2):
+            before = count._version
+            if written == 2:
+                count.zero_()
+            compiled(torch.ones(3))
+            assert backend.versions[-1] == before + written - 1
+            assert count._version == before + written
+    finally:
+        del graphs.states.backends[backend.name]
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(("length", "limits", "expected"), [
     (1, {}, 16), (16, {}, 16), (17, {}, 32), (100, {"most": 100}, 100), (3, {"least": 1}, 4), (60, {"most": 100}, 64),
 ])  # fmt: skip

@@ -173,7 +173,8 @@ class Program:
         returned = [outputs[i] for i in self._returned]
         if self._late and bad is not None:
             returned = [jnp.where(jnp.any(bad), jnp.nan, y) for y in returned]
-        return [_kept(y, self.placement.whole) for y in returned], updates, bad
+        # The states first: JAX gives their memory to the first outputs of their shapes, and results have such, too.
+        return updates, [_kept(y, self.placement.whole) for y in returned], bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
         """Run the program; on a GPU torch's current stream waits for it."""
@@ -198,7 +199,7 @@ class Program:
         fresh = self._fresh_arrays([values[i] for i in self._fresh])
         raise_late(self._device)
         run = self.jitted if self._compiled else self._compile_and_run
-        results, updates, bad = run(states, fixed, fresh)
+        updates, results, bad = run(states, fixed, fresh)
         if self._platform != "cuda" or not results:
             jax.block_until_ready(updates)
         tensors = [self._result(y, dtype) for y, dtype in zip(results, self._dtypes, strict=True)]
