@@ -63,17 +63,22 @@ def main(devices):
     check(model, compiled)
     model.total = torch.randn(1, 4, 2, 64)
     check(model, compiled)
-    alias = torch.empty(0).set_(model.total.untyped_storage(), 0, model.total.shape)  # has a counter of its own
+    check_uncounted(model, compiled)
+    print("equal", len(jax.devices()))
+
+
+def check_uncounted(model, compiled):
+    """Writes that no version of the state counts."""
+    alias = torch.empty(0).set_(model.total.untyped_storage(), 0, model.total.shape)
     check(model, compiled)
     alias.copy_(torch.randn(alias.shape))
     check(model, compiled)
     with torch.inference_mode():
         model.total, model.count = torch.randn(1, 4, 2, 64), torch.tensor(7)
         check(model, compiled)
-        model.total.add_(1)  # no version counts it
+        model.total.add_(1)
         model.count.add_(1)
         check(model, compiled)
-    print("equal", len(jax.devices()))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ def test_attributes_that_are_as_before_at_the_end_are_no_writes():
 
 
 @pytest.mark.parametrize(("line", "found"), [
-    ("FLAG.value = None", ""), ("FLAG.inner.value = None", ""), ("FLAG.on = x.value = None", "value"), ("x.on = 1", "on"),
+    ("FLAG.value = None", ""), ("FLAG.inner.value = None", ""), ("FLAG.on = x.value = None", "value"),
+    ("x.on = 1", "on"),
 ])  # fmt: skip
 def test_writes_in_code_that_names_hundreds_of_things(line, found):
     """An instruction whose argument exceeds a byte stands behind another that extends it."""
