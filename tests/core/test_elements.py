@@ -225,6 +225,7 @@ def test_two_levels_are_those_of_the_tools():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's doing
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 takes the codes of a closure for a number")
 def test_a_table_is_a_constant_of_a_dynamic_graph():
     # Two backward passes that looked floats up as inputs of one graph broke Dynamo.
     element = Element.table("dynamic4", [value / 4 for value in range(16)])

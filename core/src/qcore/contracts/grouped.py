@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..formats import Format
 from ..formats.bits import has_values
+from ..formats.tracing import is_transformed, outside_transforms, unwrapped
 from ..weights.activations import Activation, without_parameters
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
@@ -212,6 +214,13 @@ def expert_rows(ends: Iterable[int]) -> Iterator[tuple[int, slice]]:
         start = max(start, end)
 
 
+def read_ends(offsets: Tensor) -> list[int]:
+    """The values of offsets ``(E,)``, also within a transform of torch.func, where torch 2.9 does not read them."""
+    with outside_transforms() if is_transformed() else nullcontext():
+        found: list[int] = unwrapped(offsets).tolist()
+    return found
+
+
 def check_offsets(offsets: Tensor, experts: int, rows: int) -> None:
     """Raise `FormatError` unless ``offsets`` are int32 ``(E,)`` ends that ascend within 0..T.
 
@@ -223,7 +232,7 @@ def check_offsets(offsets: Tensor, experts: int, rows: int) -> None:
         have = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise FormatError(f"offsets are {have}; they must be int32 ({experts},): the end of each expert's rows.")
     if offsets.device.type == "cpu" and has_values(offsets):
-        check_ends(offsets.tolist(), rows)
+        check_ends(read_ends(offsets), rows)
 
 
 def check_ends(ends: Sequence[int], rows: int) -> None:

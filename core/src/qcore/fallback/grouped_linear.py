@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contracts import GroupedLinearRequest, LinearRequest
-from ..contracts.grouped import check_ends, check_offsets, expert_rows
+from ..contracts.grouped import check_ends, check_offsets, expert_rows, read_ends
 from ..discovery.kernels import Kernel, Packed, check_weight
 from ..errors import FormatError
 from ..formats.bits import has_values
@@ -78,7 +78,7 @@ class PlainGroupedLinear(Kernel):
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, offsets: Tensor) -> Tensor:
         """The products; raises `FormatError` for ends that descend, which are read here anyway."""
-        ends = offsets.tolist()
+        ends = read_ends(offsets)
         check_ends(ends, x.shape[0])
         y = x.new_zeros(x.shape[0], self.n, dtype=self.out_dtype)
         if self.grouped_mm and x.shape[0]:

@@ -26,6 +26,9 @@ ElementType = str
 """The name of a registered `Element`."""
 
 _NIBBLE, _MOST_BITS = 4, 8
+# By the number of bits. Looked up rather than computed: torch 2.9 traces numbers of bits as symbols, and no shifts of such.
+_INTEGERS = tuple((-(1 << max(bits - 1, 0)), (1 << max(bits - 1, 0)) - 1) for bits in range(_MOST_BITS + 1))
+_INDICES = tuple((0, (1 << bits) - 1) for bits in range(_MOST_BITS + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +96,7 @@ class Element:
     @property
     def code_range(self) -> tuple[int, int]:
         """Smallest and largest code, inclusive."""
-        if self.is_integer:
-            return -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
-        return 0, (1 << self.bits) - 1
+        return (_INTEGERS if self.is_integer else _INDICES)[self.bits]
 
     @property
     def code_dtype(self) -> torch.dtype:

@@ -70,6 +70,13 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What the transforms of ``torch.func`` have wrapped; of a batch all of it."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` is running, so that modules hold the tensors that it was given.
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..contracts import Conv2dRequest, GroupedLinearRequest, Request
 from ..contracts.conv2d import dense_kernel
-from ..contracts.grouped import expert_rows
+from ..contracts.grouped import expert_rows, read_ends
 from ..discovery.kernels import Kernel, Packed
 from ..formats import Format
 from ..formats.tracing import in_forward_mode, is_transformed, outside_transforms
@@ -211,7 +211,7 @@ def _product(x: Tensor, weight: QTensor, request: Request, offsets: Tensor | Non
         return F.conv2d(x, dense_kernel(weight, request, x.dtype), None, *geometry)
     if offsets is not None:
         y = x.new_zeros(x.shape[0], request.n)
-        for expert, rows in expert_rows(offsets.tolist()):
+        for expert, rows in expert_rows(read_ends(offsets)):
             y = y.slice_scatter(x[rows] @ weight[expert].dequantize(x.dtype).t(), 0, rows.start, rows.stop)
         return y
     step = max(1, _CHUNK_ELEMENTS // max(1, request.k))
@@ -234,7 +234,7 @@ def _bias_tangent(tangent: Tensor, shape: torch.Size, contract: str, offsets: Te
 def _grouped_input_gradient(grad: Tensor, weight: QTensor, offsets: Tensor) -> Tensor:
     """The gradient with respect to x ``(T, K)``, float32, of ``grad`` ``(T, N)``."""
     dx = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32)
-    for expert, rows in expert_rows(offsets.tolist()):
+    for expert, rows in expert_rows(read_ends(offsets)):
         dx[rows] = (grad[rows] @ weight[expert].dequantize(grad.dtype)).float()
     return dx
 

@@ -323,7 +323,7 @@ def _tie_hints(ranked: list[Offered], rows: list[Candidate], order: Sequence[str
 def _setting_hints(wanted: Settings) -> Iterable[str]:
     """Unknown names in the settings; each is warned about once."""
     known = registry.entries()
-    for name in sorted(wanted.named() - known.keys()):
+    for name in sorted(wanted.named().difference(known)):
         yield warn_once(
             f"no plugin is called {name!r}; installed: {', '.join(sorted(known))}.{did_you_mean(name, known)}"
         )
