@@ -137,7 +137,7 @@ def test_a_step_of_a_decoder(gpu, scheme, kv_heads, served):
     values = [one.value if one.role is not Role.FRESH else {2: ids, 1: at}[one.example.dim()] for one in part.inputs]
     fixed = [made._fixed_array(i, values) for i in made._fixed]
     states = [jnp.array(array_of_bytes(values[i]), copy=True) for i in made._states]
-    results, updates, bad = jax.jit(made._whole)(states, fixed, [array_of_bytes(values[i]) for i in made._fresh])
+    updates, results, bad = jax.jit(made._whole)(states, fixed, [array_of_bytes(values[i]) for i in made._fresh])
     assert {name: gpu.count(name) for name in set(gpu)} == served
     expected = wide(model(ids, at).float())
     assert not np.asarray(bad).any()
