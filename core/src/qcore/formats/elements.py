@@ -26,7 +26,7 @@ ElementType = str
 """The name of a registered `Element`."""
 
 _NIBBLE, _MOST_BITS = 4, 8
-# By the number of bits. Looked up rather than computed: torch 2.9 traces numbers of bits as symbols, and no shifts of such.
+# By the number of bits. Looked up: torch 2.9 traces numbers of bits as symbols, and cannot shift by one.
 _INTEGERS = tuple((-(1 << max(bits - 1, 0)), (1 << max(bits - 1, 0)) - 1) for bits in range(_MOST_BITS + 1))
 _INDICES = tuple((0, (1 << bits) - 1) for bits in range(_MOST_BITS + 1))
 

@@ -188,8 +188,7 @@ class Placement:
 
         Elsewhere a KV cache ``(B, heads, length, head_dim)`` is cut by heads, if they can be shared out.
         """
-        whole = self._mesh is None or self.here is not None
-        if whole or len(shape) != 4 or shape[1] % self._mesh.shape[self._axis]:  # type: ignore[union-attr]
+        if self._mesh is None or self.here is not None or len(shape) != 4 or shape[1] % self._mesh.shape[self._axis]:
             return self.whole
         return NamedSharding(self._mesh, PartitionSpec(None, self._axis))
 
