@@ -106,7 +106,7 @@ def traced_codes() -> Callable[..., Tensor]:
 
 def _fake_codes(packed: Sequence[Tensor]) -> Tensor:
     rows = sum(int(weight.shape[0]) for weight in packed)
-    # A layout is given: since torch 2.15 a fake tensor has the opaque one of oneDNN, which meta tensors cannot have.
+    # A layout is given: with torch 2.15 a fake tensor has the opaque one of oneDNN, which meta tensors cannot have.
     return packed[0].new_empty(packed[0].shape[1], rows, dtype=torch.int8, layout=torch.strided)
 
 
