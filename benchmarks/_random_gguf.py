@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def _blocks(rng: np.random.Generator, rows: int, columns: int, size: int) -> np.
     return blocks.reshape(rows, -1)
 
 
-def _add_vocabulary(writer: object) -> None:
+def _add_vocabulary(writer: Any) -> None:
     """One token for each byte, as GPT-2 spells them, and tokens that no text has."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

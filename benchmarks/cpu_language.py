@@ -77,7 +77,7 @@ def gguf() -> Path:
 def dense(file: Path) -> Any:
     """The float model of the file, in bfloat16."""
     model = fresh(file)
-    model.load_state_dict(floats(file), strict=False)  # without the head, which is tied to the table
+    model.load_state_dict(floats(file), strict=False)  # SmolLM2's file has no head: it is tied to the table
     return model
 
 
@@ -97,7 +97,7 @@ def fresh(file: Path) -> Any:
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.tie_weights()  # which goes with the initialization
+    model.tie_weights()  # from_config ties weights when it initializes them
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None  # so many tokens, without searching each for the end
     return model

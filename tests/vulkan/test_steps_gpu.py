@@ -267,7 +267,7 @@ def test_two_halves_hold_what_float16_rounds_off(element):
     ("fp4-g32-e8m0", CoopFragments), ("nf4-g64", CoopFragments), ("fp4_bnb-g64", CoopFragments), ("fp8", CoopF16),
     ("fp8-g32-e8m0", CoopF16), ("fp8_e5m2", SharedFloat),
 ])  # fmt: skip
-def test_rows_of_tables_meet_matrices(rich, element, wanted):
+def test_tables_select_cooperative_matrices(rich, element, wanted):
     for m in (2, 8, 512):
         for dtype in (torch.float32, torch.bfloat16):
             found = list(selection.candidates(rich, problem("gemm_float", m, element, dtype, 1024, 1024)))

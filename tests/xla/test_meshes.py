@@ -107,7 +107,7 @@ def test_weights_that_cannot_be_cut():
     assert "groups of 2" in cut.why_not(6, 72, 4)
 
 
-def test_which_device_of_a_mesh_is_torchs():
+def test_the_device_of_torch_in_a_mesh():
     gpus = [SimpleNamespace(local_hardware_id=number, platform="gpu") for number in (1, 0)]
     cut = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(gpus)), axis="model")
     found = [meshes.Placement({"layer": cut}, torch.device("cuda", i)).here for i in range(3)]

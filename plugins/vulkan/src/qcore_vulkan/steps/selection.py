@@ -167,7 +167,7 @@ def _coop_float(
     g = problem.geometry
     if g.n >= _WIDE or problem.m * g.n > _FEW_RESULTS or g.is_table:
         yield from _fragments(terms, description, problem, tile)
-    if g.bits == 8 and g.halves is not None and g.halves.terms > 1:
+    if g.bits == 8 and g.halves is not None and g.halves.terms > 1:  # `CoopF16` takes one term of eight bits
         return
     by = _coop_shapes if terms == 1 or problem.m <= _LATENT else _coop_by_time
     for shape, splits in by(_COOP_F16 if terms == 1 else _COOP_F32, description, problem):
@@ -257,7 +257,7 @@ def _fragments(
     cores, m, g = description.limits.cores or _CORES, problem.m, problem.geometry
     if tile != (16, 16, 16) or g.bits != 4:
         return
-    more = 1.0 if g.halves is None else (g.halves.terms + terms - 1) / terms  # products per product of integers
+    more = 1.0 if g.halves is None else (g.halves.terms + terms - 1) / terms  # matrix products over those of integers
 
     def time(one: tuple[TileShape, float, int]) -> float:
         shape, pace, splits = one

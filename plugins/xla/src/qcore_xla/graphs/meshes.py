@@ -172,7 +172,7 @@ class Placement:
         self._mesh: Mesh | None = None if first is None else first.mesh
         self._axis = "" if first is None else first.axis
         devices = [] if self._mesh is None or device is None else list(self._mesh.devices.flat)
-        self.here = next((one for one in devices if device is not None and _is_torchs(one, device)), None)
+        self.here = next((one for one in devices if device is not None and _is_same(one, device)), None)
 
     @property
     def whole(self) -> NamedSharding | None:
@@ -192,6 +192,14 @@ class Placement:
             return self.whole
         return NamedSharding(self._mesh, PartitionSpec(None, self._axis))
 
+    def gathered(self, array: Any) -> Any:
+        """The whole array for torch, on one device: on a mesh on `here`, or, if that is None, on its first device."""
+        if self._mesh is None:
+            return array
+        if self.here is not None and array.is_fully_replicated:
+            return part_on(array, self.here)
+        return jax.device_put(array, self.here or self._mesh.devices.flat[0])
+
 
 def placed(array: Any, sharding: NamedSharding | None) -> Any:
     """The array where it belongs."""
@@ -203,15 +211,8 @@ def part_on(array: Any, device: Any) -> Any:
     return next(part.data for part in array.addressable_shards if part.device == device)
 
 
-def gathered(array: Any, sharding: NamedSharding, here: Any) -> Any:
-    """The whole array for torch: what its own device has, or, if that is none of the mesh, a copy on the first."""
-    if here is not None and array.is_fully_replicated:
-        return part_on(array, here)
-    return jax.device_put(array, here or sharding.mesh.devices.flat[0])
-
-
-def _is_torchs(one: Any, device: torch.device) -> bool:
-    """Whether a device of JAX has the memory of one of torch's. `jax.make_mesh` may put another device first."""
+def _is_same(one: Any, device: torch.device) -> bool:
+    """Whether a device of JAX is this device of torch. `jax.make_mesh` may put another device first."""
     if device.type == "cuda":
         return bool(one.platform in {"gpu", "cuda", "rocm"} and one.local_hardware_id == (device.index or 0))
     return bool(one.platform == device.type)

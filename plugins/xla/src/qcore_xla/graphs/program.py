@@ -32,7 +32,7 @@ from ..memo import Memo
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
-from .meshes import MeshCut, Placement, cuts_of, gathered, placed
+from .meshes import MeshCut, Placement, cuts_of, placed
 from .notes import LATE, check, note_late, raise_late
 from .quantized import Arrays, Layer
 from .states import State, States
@@ -173,7 +173,7 @@ class Program:
         returned = [outputs[i] for i in self._returned]
         if self._late and bad is not None:
             returned = [jnp.where(jnp.any(bad), jnp.nan, y) for y in returned]
-        # The states first: JAX gives their memory to the first outputs of their shapes, and results have such, too.
+        # States first: JAX donates their memory to the first output of the same shape and dtype, which a result may be.
         return updates, [_kept(y, self.placement.whole) for y in returned], bad
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Tensor]:
@@ -220,9 +220,9 @@ class Program:
     def _count_writes(self, tensors: Sequence[Tensor], held: Sequence[State | None]) -> None:
         shared = [(tensor, state) for tensor, state in zip(tensors, held, strict=True) if state is not None]
         torch.autograd.graph.increment_version([tensor for tensor, _ in shared if not tensor.is_inference()])
-        if self.placement.here is not None:
-            for tensor, state in shared:
-                state.renew(tensor)
+        stamped = [(state.stamp, tensor) for tensor, state in shared if state.stamp is not None]
+        if stamped:
+            Stamp.renew_each(*zip(*stamped, strict=True))
 
     def _check(self, noted: Tensor) -> None:
         """Raise for what a call has noted: `PartRefused` where torch can repeat it."""
@@ -267,10 +267,9 @@ class Program:
 
     def _copy_back(self, tensor: Tensor, array: Array, *, paired: bool) -> None:
         """Write the new values of a state that does not share the memory of an array."""
-        whole = self.placement.whole
-        new = from_dlpack(self._gathered(array))
+        new = from_dlpack(self.placement.gathered(array))
         tensor.copy_(new.view(torch.int64).squeeze(-1) if paired else new)
-        if whole is not None:
+        if self.placement.whole is not None:
             _spread.put(tensor, array)
 
     def _fixed_arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -318,12 +317,8 @@ class Program:
         array = in_pairs(tensor).numpy()
         return array if self._fixed or self._states else jax.device_put(array, jax.devices("cpu")[0])
 
-    def _gathered(self, y: Array) -> Any:
-        whole = self.placement.whole
-        return y if whole is None else gathered(y, whole, self.placement.here)
-
     def _result(self, y: Array, dtype: torch.dtype) -> Tensor:
-        y = self._gathered(y)
+        y = self.placement.gathered(y)
         if self._platform == "cuda" and self.placement.whole is None:
             return tensor_of(y, self._device).to(dtype)
         if self._platform == "cuda" or dtype == torch.bfloat16:

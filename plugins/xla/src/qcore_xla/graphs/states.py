@@ -25,7 +25,10 @@ from .meshes import part_on, placed
 
 
 class State:
-    """The array of one state, replaced by the program's result after each call."""
+    """The array of one state, replaced by the program's result after each call.
+
+    **Attributes:** ``stamp``: of the tensor when all devices of a mesh last had its values; None on one device.
+    """
 
     def __init__(self, tensor: Tensor, sharding: Any, here: Any) -> None:
         """``sharding``, ``here``: the mesh and torch's device of it; None on one device."""
@@ -35,7 +38,7 @@ class State:
         self.pointer = self._pointer()
         _adopt(tensor, self)
         # At once, as the call that makes a state may end before its program: what torch writes then must be seen.
-        self._stamp = None if sharding is None else Stamp(tensor)
+        self.stamp = None if sharding is None else Stamp(tensor)
 
     def replace(self, array: Any, tensor: Tensor) -> None:
         """Take the result of a call, which XLA has written to the same memory unless it could not."""
@@ -45,14 +48,10 @@ class State:
             self.pointer = pointer
             _adopt(tensor, self)
 
-    def renew(self, tensor: Tensor) -> None:
-        """Note that all devices of a mesh have the tensor's values."""
-        self._stamp = Stamp(tensor)
-
     def fits(self, tensor: Tensor, sharding: Any) -> bool:
         """Whether the tensor has this memory, and the devices of ``sharding`` have its values."""
         same = self.pointer == tensor.data_ptr() and self._sharding == sharding
-        return same and (self._stamp is None or self._stamp.fits(tensor))
+        return same and (self.stamp is None or self.stamp.fits(tensor))
 
     def _pointer(self) -> int:
         own = self.array if self._here is None else part_on(self.array, self._here)
