@@ -82,13 +82,13 @@ INTERPRETING = {"tests/cuda", "tests/xpu"}
 COMPILING = "tests/core/fallback/test_compile.py"
 """Tests of core without coverage, which would follow torch's compiler through, at twice the time."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
+UNTIMED = ("-o", "faulthandler_timeout=0")  # tests that last as long as one asks
 EXHAUSTIVE = ("-m", "grid")  # those that `tests` leaves out: tests/helpers/grids.py
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
 """For hundreds of tiny problems: XLA compiles in two thirds of the time, and what is compiled is the same program."""
 
-GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
-"""There for a GPU that Triton compiles for."""
+GPU_FILES = ("/dev/nvidia0", "/dev/kfd")  # there for a GPU that Triton compiles for
 
 MAX_LINES = 500
 SOURCES = {".comp", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".md", ".py", ".sh", ".toml", ".yaml"}
@@ -206,7 +206,7 @@ def vllm(session: nox.Session) -> None:
     chosen, nightly = _without(session, "--nightly")
     tree = ("-e", str(CORE), *(arg for path in INTEGRATIONS for arg in ("-e", str(path))))
     # No constraints: vLLM pins torch, transformers and numba itself.
-    session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=8.0")
+    session.install("--no-compile", VLLM, *tree, "gguf>=0.19", "pytest>=9.0")
     if NATIVE in _buildable(session):
         session.install("--no-deps", str(NATIVE))
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_TEXT)
@@ -312,7 +312,7 @@ def grids(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Use qcore in ever new ways and watch its memory, which must stay flat; `-- SECONDS`, by default 600."""
     (seconds,) = session.posargs or ["600"]
-    _run_dev(session, "pytest", "-s", "tests/soak", QCORE_SOAK=seconds)
+    _run_dev(session, "pytest", *UNTIMED, "-s", "tests/soak", QCORE_SOAK=seconds)
 
 
 @nox.session(python=False, requires=["dev"])
@@ -322,7 +322,7 @@ def fuzz(session: nox.Session) -> None:
     drawing = [
         path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "grids import draws" in path.read_text("utf-8")
     ]
-    _run_dev(session, "pytest", "-m", "", *drawing, QCORE_FUZZ=rounds)
+    _run_dev(session, "pytest", *UNTIMED, "-m", "", *drawing, QCORE_FUZZ=rounds)
 
 
 @nox.session(reuse_venv=True, requires=["dev"])
@@ -340,7 +340,7 @@ def torch_xla(session: nox.Session) -> None:
     """Test qcore-xla on XLA tensors, with the last torch_xla and the torch it was built for: downloads 4 GB."""
     tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xla"))
     # No constraints: they pin another torch. Nothing here is imported often enough to be compiled in advance.
-    session.install("--no-compile", *TORCH_XLA, *tree, "pytest>=8.0")
+    session.install("--no-compile", *TORCH_XLA, *tree, "pytest>=9.0")
     with _hermetic() as env:
         # torch_xla and this torch warn about each other, so warnings are not errors here.
         chosen = session.posargs or ["tests/torch_xla"]
@@ -351,7 +351,7 @@ def torch_xla(session: nox.Session) -> None:
 def torch_tpu(session: nox.Session) -> None:
     """Test what qcore-xla registers for the device of torch_tpu; nothing runs, since that takes a TPU."""
     tree = ("-e", f"{CORE}[testing]", "-e", str(ROOT / "plugins/xla"))
-    session.install("--no-compile", *PINNED, *TORCH_TPU, *tree, "pytest>=8.0")
+    session.install("--no-compile", *PINNED, *TORCH_TPU, *tree, "pytest>=9.0")
     with _hermetic() as env:
         chosen = session.posargs or ["tests/torch_tpu"]
         session.run("pytest", "-W", "default", *chosen, env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})

@@ -151,8 +151,9 @@ class QTensor:
         cls, tensors: Mapping[str, Tensor], shape: Sequence[int], format: Format, quantizer: str | None = None
     ) -> QTensor:
         """The inverse of `tensors`: build from ``tensors`` by name, other names ignored. Raises `FormatError`."""
-        if missing := {"data", "scale"}.difference(tensors):
-            raise FormatError(f"a weight needs data and scale; {' and '.join(sorted(missing))} is missing.")
+        # Each is looked up: what a plugin gives may be no mapping, and without an end.
+        if missing := [name for name in ("data", "scale") if tensors.get(name) is None]:
+            raise FormatError(f"a weight needs data and scale; {' and '.join(missing)} is missing.")
         fields: Any = {name: tensors.get(name) for name in WEIGHT_TENSORS}
         return cls(**fields, shape=tuple(shape), format=format, quantizer=quantizer)
 
