@@ -12,7 +12,7 @@ from torch import nn
 
 import qcore
 from qcore import graphs
-from qcore_vulkan.graphs import program, states
+from qcore_vulkan.graphs import program, residents, states
 from qcore_vulkan.graphs.backend import qcore_vulkan
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -74,6 +74,17 @@ def test_a_state_of_inference_mode_is_copied():
         assert torch.equal(model.count, torch.ones(3))
         model.count.zero_()  # is not counted
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_weights_of_inference_mode_are_warned_of():
+    residents._warn_of_writes_unseen.cache_clear()
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+        compiled = torch.compile(model, backend=qcore_vulkan)
+        with pytest.warns(qcore.QcoreWarning, match="Torch does not count writes"):
+            y = compiled(torch.ones(4))
+        torch.testing.assert_close(y, model(torch.ones(4)))
+        compiled(torch.zeros(4))  # warned of once: warnings are errors here
 
 
 @torch.no_grad()

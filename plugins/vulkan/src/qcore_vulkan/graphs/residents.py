@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from qcore import QcoreWarning
 from qcore.plugin_api import QTensor, Resident, layers_of, weight_of
 
 from ..device import Buffer, Device
@@ -47,6 +49,8 @@ class Residents:
 
     def _uploaded(self, own: Resident[Buffer], tensor: Tensor, words: Callable[[Tensor], Tensor]) -> Buffer:
         """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
+        if tensor.is_inference():
+            _warn_of_writes_unseen()
         known = own.peek(tensor)
         if known is not None and known.nbytes == (made := words(tensor)).nbytes:
             known.write(made)
@@ -56,6 +60,18 @@ class Residents:
     def weight(self, marker: Tensor) -> Weight:
         """The weight that ``marker`` stands for. Raises `OutOfMemory`."""
         return self._weights.get(marker)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_writes_unseen() -> None:
+    """Say once that a compiled model does not follow writes to some of its weights."""
+    warnings.warn(
+        "qcore_vulkan: weights of a compiled model were made in torch.inference_mode(). Torch does not count writes to "
+        "them, so the copy on the device stays as it is now even if they are written to. If they will be, load the "
+        "model outside of inference mode, or under torch.no_grad().",
+        QcoreWarning,
+        stacklevel=2,
+    )
 
 
 _residents: weakref.WeakKeyDictionary[Device, Residents] = weakref.WeakKeyDictionary()
