@@ -147,17 +147,7 @@ void store_scales(uint col0, uint group) {
     }
 }
 
-// Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
-// the part z = 0.
-float finish(uint m_, uint n_, float value) {
-    if (SHIFT != 0u) value *= uintBitsToFloat((127u - SHIFT) << 23);
-    if (GROUPED == 0u) value *= scale[n_];
-    value *= x_scale[m_];
-    if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
-        for (uint g = 0u; g < groups; ++g) value += uintBitsToFloat(zero[g * np + n_]) * x_sum[m_ * groups + g];
-    }
-    return biased != 0u ? value + bias[column + n_] : value;
-}
+#include "coop_result.glsl"
 
 float result(uint at) {
     return uintBitsToFloat(a_tile[at / 4u][at % 4u]);
@@ -174,7 +164,7 @@ void write_tile(uint row, uint col) {
         uint m_ = row + e / TN;
         uint n_ = col + e % TN;
         uint to = (gl_WorkGroupID.z * m + m_) * pitch + column + n_;
-        if (m_ < m && n_ < n && x_scale[m_] >= 0.0) write_result(to, finish(m_, n_, result(at + e)), dtype);
+        if (m_ < m && n_ < n && x_scale[m_] >= 0.0) write_result(to, finish(GROUPED != 0u, m_, n_, result(at + e)), dtype);
     }
     subgroupMemoryBarrierShared();
     subgroupBarrier();

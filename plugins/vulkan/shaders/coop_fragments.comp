@@ -155,17 +155,7 @@ uvec4 unpacked(uint word, float16_t z, uint term) {
         matrix[(at) * 2u + 1u] = v_.y;      \
     }
 
-// Scales, zero points and the bias of one result. Parts of K add up in gemm_join: terms that must count once belong to
-// the part z = 0.
-float finish(uint m_, uint n_, float value) {
-    if (SHIFT != 0u) value *= uintBitsToFloat((127u - SHIFT) << 23);
-    if (GROUP == 0u) value *= scale[n_];
-    value *= x_scale[m_];
-    if (ZERO == 2u && gl_WorkGroupID.z == 0u) {
-        for (uint g = 0u; g < groups; ++g) value += uintBitsToFloat(zero[g * np + n_]) * x_sum[m_ * groups + g];
-    }
-    return biased != 0u ? value + bias[column + n_] : value;
-}
+#include "coop_result.glsl"
 
 void main() {
     uint lane = gl_SubgroupInvocationID;
@@ -260,7 +250,7 @@ void main() {
                 [[unroll]] for (uint c = 0u; c < 4u; ++c) {
                     uint n_ = col0 + j * 16u + c / 2u * 8u + (lane & 3u) * 2u + c % 2u;
                     uint to = (gl_WorkGroupID.z * m + m_) * pitch + column + n_;
-                    if (n_ < n) write_result(to, finish(m_, n_, total[i * TILES_N + j][e + c]), dtype);
+                    if (n_ < n) write_result(to, finish(GROUP != 0u, m_, n_, total[i * TILES_N + j][e + c]), dtype);
                 }
             }
         }
