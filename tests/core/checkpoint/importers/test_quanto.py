@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import tempfile
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qcore
+from qcore.checkpoint.importers.configured_shapes import shapes_by_name
 
 
 def read(layer, folder):
@@ -85,9 +87,36 @@ def test_layers_without_bias_take_hidden_states(tmp_path, name):
     del layer.tensors[f"{layer.layer}.bias"]
     layer.tensors = {old.replace("q_proj", name): tensor for old, tensor in layer.tensors.items()}
     layer.metadata = {key: text.replace("q_proj", name) for key, text in layer.metadata.items()}
+    config = {key: layer.config[key] for key in ("hidden_size", "quantization_config")}  # contains no N
+    layer.metadata["config"] = json.dumps(config)
     expected = read(frozen("quanto_qint4"), tmp_path / "whole").weight
     module = read(FrozenLayer(layer.layer.replace("q_proj", name), layer.tensors, layer.metadata, layer.rows), tmp_path)
     assert torch.equal(module.weight.dequantize(torch.float32), expected.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(("layer", "shape", "config"), [
+    ("model.layers.0.mlp.experts.0.down_proj", (256, 128), {}),
+    ("model.layers.0.mlp.experts.0.up_proj", (128, 256), {}),
+    ("model.layers.0.mlp.down_proj", (256, 1024), {}),
+    ("model.layers.0.mlp.shared_expert.down_proj", (256, 512), {}),
+    ("model.layers.0.mlp.shared_experts.gate_proj", (384, 256), {}),
+    ("model.layers.0.self_attn.o_proj", (256, 512), {}),
+    ("model.layers.0.self_attn.o_proj", (256, 320), {"v_head_dim": 40}),
+    ("model.layers.0.self_attn.k_proj", (128, 256), {}),
+    ("model.layers.0.self_attn.q_proj", (384, 256), {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16}),
+    ("model.layers.0.self_attn.kv_b_proj", (512, 64), {"qk_nope_head_dim": 24, "v_head_dim": 40}),
+    ("model.layers.0.mlp.down_proj", None, {"intermediate_size": 512}),
+    ("model.layers.0.mlp.experts.0.down_proj", None, {"moe_intermediate_size": 64}),
+    ("vision.blocks.0.attn.q_proj", None, {}),
+])  # fmt: skip
+def test_shapes_of_layers_of_one_name(layer, shape, config):
+    sizes = {
+        "hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 128, "num_attention_heads": 8,
+        "shared_expert_intermediate_size": 512, "n_shared_experts": 3, "num_key_value_heads": 2, "head_dim": 64,
+        "kv_lora_rank": 64,
+    }  # fmt: skip
+    count = 256 * 1024 if shape is None else math.prod(shape)
+    assert shapes_by_name(sizes | config, layer, count) == (set() if shape is None else {shape})
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)

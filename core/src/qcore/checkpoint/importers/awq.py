@@ -23,7 +23,7 @@ from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import file_error
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
-from .gptq import AUTO_ROUND, packing_format
+from .gptq import AUTO_ROUND, group_sizes, packing_format
 from .packing import SIGN_OF_NIBBLES, signed, unpack_words
 from .turning import turned_awq
 
@@ -55,9 +55,9 @@ class AWQ:
             what = f"its quantization_config has {bits} bits; qcore reads AWQ with 4."
             raise file_error(source.path, what, "Get the checkpoint in the format gptq.")
         wanted = source.setting("group_size", int)
-        wanted = source.setting("q_group_size", int, -1) if wanted is None else wanted
+        wanted = source.setting("q_group_size", int) if wanted is None else wanted
         read_layer = {"gemm": _plan_gemm, "gemv": _plan_gemv}[layout]
-        return plan_layers(source.layers("qweight", "scales"), partial(read_layer, source, wanted))
+        return plan_layers(source.layers("qweight", "scales"), partial(read_layer, source, group_sizes(source, wanted)))
 
 
 def _layout(source: Source) -> str:
@@ -89,25 +89,29 @@ def _parts(source: Source, layer: str) -> tuple[dict[str, str], dict[str, tuple[
     return names, shapes
 
 
-def _plan_gemm(source: Source, wanted: int | None, layer: str, plan: Plan) -> None:
+def _plan_gemm(source: Source, wanted: tuple[int, ...], layer: str, plan: Plan) -> None:
     names, shapes = _parts(source, layer)
     (k, words), (groups, n) = shapes["qweight"], shapes["scales"]
     if n != 8 * words or shapes.get("qzeros", (groups, words)) != (groups, words) or groups > k:
         raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
-    size = group_size(k, groups, wanted)
+    size = group_size(k, groups, *wanted)
     zero = _zero(unpack_gemm(source.read(names["qzeros"]))) if "qzeros" in names else None
     _add(source, layer, names, (n, k), size, zero, turned_awq, lambda scales: scales, plan)
 
 
-def _plan_gemv(source: Source, wanted: int | None, layer: str, plan: Plan) -> None:
+def _plan_gemv(source: Source, wanted: tuple[int, ...], layer: str, plan: Plan) -> None:
     names, shapes = _parts(source, layer)
     (n, words), (rows, stored) = shapes["qweight"], shapes["scales"]
     k = 8 * words
-    size = wanted if wanted and 0 < wanted < k else None
+    size = wanted[0] if 0 < wanted[0] < k else None
     groups = -(-k // size) if size else 1
     zeros = shapes.get("qzeros", (n, -(-groups // 8)))
     if rows != n or stored < groups or zeros[0] != n or 8 * zeros[1] < groups:
         raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
+    used = source.read(names["scales"]).any(dim=0)  # the others are padding, which says nothing of their number
+    if not bool(used[groups - 1]) or bool(used[groups:].any()):
+        found = int(used.sum())
+        raise LayerRefused(f"its rows have {found} scales, which is not {k} columns by a group_size of {size or k}")
     zero = None
     if "qzeros" in names:
         zero = _zero(unpack_words(source.read(names["qzeros"]), 4, groups, dim=1).t())

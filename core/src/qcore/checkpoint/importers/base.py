@@ -28,6 +28,8 @@ Read = Callable[[str], Tensor]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_DESCRIPTION = 64
 """The maximum bytes of a tensor that describes a layer."""
+_USUAL_GROUPS = tuple(1 << i for i in range(3, 15))
+"""Columns per scale that tools use."""
 
 
 @dataclass(frozen=True)
@@ -218,18 +220,26 @@ def calibrated(target: str, dtype: torch.dtype, name: str) -> ForeignTensor:
     return ForeignTensor(target, dtype, (), (name,), lambda read: read(name).to(dtype).reshape(()))
 
 
-def group_size(k: int, groups: int, wanted: int | None) -> int | None:
+def group_size(k: int, groups: int, *wanted: int | None) -> int | None:
     """The columns per scale of a weight with K columns and G scales per row; None for one scale.
 
-    ``wanted``: the size in the settings, -1 or None for one scale; a layer may have a different size. Raises
-    `LayerRefused` if no size gives G groups.
+    ``wanted``: sizes in the settings, of all layers and of single ones; -1 or None for one scale. Without one that
+    fits, groups are taken to be K / G columns each, unless the last one may be shorter. Raises `LayerRefused` if no
+    size gives G groups, or several do.
     """
-    if groups == 1 and not (wanted and 0 < wanted < k):
+    if groups == 1 and not any(size and 0 < size < k for size in wanted):
         return None
-    for size in (wanted, -(-k // groups)):
+    for size in wanted:
         if size and size > 0 and -(-k // size) == groups:
             return size
-    raise LayerRefused(f"{k} columns cannot be split into {groups} groups of one size")
+    if groups < 1 or -(-k // -(-k // groups)) != groups:
+        raise LayerRefused(f"{k} columns cannot be split into {groups} groups of one size")
+    usual = [size for size in _USUAL_GROUPS if size * groups != k and -(-k // size) == groups]
+    if k % groups or usual:
+        sizes = f"such as {k // groups} or {usual[0]} columns" if usual and not k % groups else "of several sizes"
+        what = f"{k} columns can be split into {groups} groups {sizes}, and its settings contain no group_size that fits"
+        raise LayerRefused(what)
+    return k // groups
 
 
 def int_format(bits: int, group: int | None, zero: ZeroPoint) -> Format:

@@ -38,6 +38,8 @@ from .base import (
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 from .turning import turned, turned_by_order
 
+USUAL_GROUP = 128
+"""``group_size`` of settings that have none, as transformers takes it for GPTQ and AWQ."""
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 """auto-round's names in ``quant_method``; its layouts are those of GPTQ and AWQ."""
 _BITS = (2, 3, 4, 8)
@@ -70,13 +72,14 @@ def packing_format(source: Source) -> str:
 
 @dataclass(frozen=True)
 class _Settings:
-    """``bits``, ``group_size``: of layers without settings of their own; ``version``: of zero points, 1 or 2.
+    """``bits``: of layers without settings of their own; ``group_sizes``: theirs, then those of single layers;
+    ``version``: of zero points, 1 or 2.
 
     ``symmetric``: most layers are; ``mixed``: some layers are not, according to settings of their own.
     """
 
     bits: int
-    group_size: int
+    group_sizes: tuple[int, ...]
     version: int
     symmetric: bool
     by_gptqmodel: bool
@@ -99,12 +102,18 @@ class _Settings:
         by_gptqmodel = isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer", ""))
         return cls(
             known.setting("bits", int, 4),
-            known.setting("group_size", int, -1),
+            group_sizes(known, known.setting("group_size", int)),
             2 if layout == "gptq_v2" or own else 1,
             known.setting("sym", bool, False) is True,
             by_gptqmodel,
             any(layer.get("sym") is False for layer in _layer_settings(known)),
         )
+
+
+def group_sizes(source: Source, size: int | None) -> tuple[int, ...]:
+    """``size``, that of the settings or None if they have none, and those of single layers."""
+    own = dict.fromkeys(layer.get("group_size") for layer in _layer_settings(source))
+    return (USUAL_GROUP if size is None else size, *(size for size in own if type(size) is int))
 
 
 def _layer_settings(source: Source) -> Iterator[dict[str, Any]]:
@@ -130,7 +139,7 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
     g_idx = source.read(names["g_idx"]) if shapes.get("g_idx") == (k,) else None
     # The first group is a full one, whatever the settings say: layers may have settings of their own.
     wanted = 0 if g_idx is None else int((g_idx == 0).sum())
-    size = group_size(k, groups, wanted or settings.group_size)
+    size = group_size(k, groups, *([wanted] if wanted else settings.group_sizes))
     order = None if g_idx is None else order_by_group(g_idx, size)
     zeros = _zeros(source.read(names["qzeros"]), bits, n, settings)
     centre = 1 << (bits - 1)

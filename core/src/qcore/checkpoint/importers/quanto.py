@@ -25,18 +25,11 @@ from ...formats import FLOAT_SCALES, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, int_format, plan_layers
+from .configured_shapes import shapes_by_name
 from .packing import plain_int4
 
 _PACKED, _WHOLE = ".weight._data._data", ".weight._data"
 _BITS = {"qint4": 4, "qint2": 2}
-_INPUTS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"), "hidden_size"),
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "lm_head", "score"), "hidden_size"),
-    **dict.fromkeys(("W_pack", "wqkv", "query_key_value", "dense_h_to_4h"), "hidden_size"),
-    **dict.fromkeys(("gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"), "hidden_size"),
-    "down_proj": "intermediate_size",
-}
-"""The setting of transformers' configurations that is K of layers with these names."""
 _WHOLE_TYPES = {
     "qint8": torch.int8,
     **dict.fromkeys(("qfloat8", "qfloat8_e4m3fn"), torch.float8_e4m3fn),
@@ -136,18 +129,14 @@ def _plan_packed(source: Source, qmap: Mapping[str, Any], layer: str, plan: Plan
 
 
 def _shape(source: Source, layer: str, count: int) -> tuple[int, int]:
-    """N and K, which files of packed weights do not contain: N from the bias, or K from the configuration."""
+    """N and K, which files of packed weights do not contain: N from the bias, or both from the configuration."""
     bias = source.entries.get(f"{layer}.bias")
     if bias is not None and len(bias.shape) == 1 and bias.shape[0] and count % bias.shape[0] == 0:
         return bias.shape[0], count // bias.shape[0]
-    config, last = source.config, layer.rpartition(".")[2]
-    heads, size = (config.get(name) for name in ("num_attention_heads", "head_dim"))
-    k = config.get(_INPUTS.get(last, ""))
-    if last == "o_proj" and type(heads) is int and type(size) is int:
-        k = heads * size
-    if type(k) is not int or k < 1 or count % k:
+    fitting = shapes_by_name(source.config, layer, count)
+    if len(fitting) != 1:
         raise LayerRefused("neither its file nor config.json contains the shape of the weight")
-    return count // k, k
+    return fitting.pop()
 
 
 def _unpack(packed: Tensor, bits: int, groups: int) -> Tensor:
