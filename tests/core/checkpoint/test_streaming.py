@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -188,12 +189,12 @@ def test_an_interrupt_leaves_nothing(source, tmp_path):
 def test_existing_targets(source, tmp_path):
     out = tmp_path / "out"
     quantize_checkpoint(source, out, "w8a16")
-    (out / "old.txt").write_text("")
+    (out / "old.json").write_text("")
     with pytest.raises(CheckpointError, match="already exists"):
         quantize_checkpoint(source, out, "w4a16")
     quantize_checkpoint(source, out, "w4a16", overwrite=True)
     assert {info.scheme for info in inspect(out).quantized} == {"w4a16"}
-    assert not (out / "old.txt").exists()
+    assert not (out / "old.json").exists()
     documents = tmp_path / "documents"
     documents.mkdir()
     (documents / "thesis.txt").write_text("years")
@@ -214,6 +215,29 @@ def test_existing_targets(source, tmp_path):
         with pytest.raises(CheckpointError, match="inside the source"):
             quantize_checkpoint(source, target, "w4a16", overwrite=True)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "thesis.docx", "src/train.py", "data/a.csv", ".env"])
+def test_files_that_are_not_of_a_checkpoint_stay(name, source, tmp_path):
+    out = tmp_path / "out"
+    quantize_checkpoint(source, out, "w8a16")
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("years")
+    with pytest.raises(CheckpointError, match=re.escape(f"not of a checkpoint ({name})")):
+        quantize_checkpoint(source, out, "w4a16", overwrite=True)
+    assert (out / name).read_text() == "years"
+    assert {info.scheme for info in inspect(out).quantized} == {"w8a16"}
+
+
+def test_files_of_the_source_and_of_downloads_are_replaced(source, tmp_path):
+    out = tmp_path / "out"
+    (source / "notes.txt").write_text("of the model")
+    for _ in range(2):
+        quantize_checkpoint(source, out, "w8a16", overwrite=True)
+        assert (out / "notes.txt").read_text() == "of the model"
+        for name in ("tokenizer.model", "modeling_own.py", "LICENSE-2.txt", ".cache/huggingface/x.lock"):
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text("")
 
 
 def test_what_cannot_be_done_is_said(source, tmp_path):

@@ -32,7 +32,7 @@ def gguf_file_of(path: Path) -> Path | None:
             return path if file.read(len(MAGIC)) == MAGIC or path.suffix == _SUFFIX else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    found = sorted(path.glob(f"*{_SUFFIX}"))
+    found = sorted(file for file in path.glob(f"*{_SUFFIX}") if file.is_file())  # a pipe would keep its reader waiting
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4])
         raise file_error(path, f"it holds several GGUF files: {names}.", "Pass the path of one of them.")

@@ -25,8 +25,6 @@ from .header import Entry, file_error, shown
 from .records import Record
 from .values import FLOAT_CODES
 
-_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight")
-"""The ends of names under which tools store the scale of a weight."""
 _STATIC_DTYPES = {"scale": (torch.float64, torch.float32), "zero_point": (torch.int32, torch.int64, torch.int8)}
 
 
@@ -245,12 +243,15 @@ def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
 
 def _check_scaled(found: Match, archive: Archive) -> None:
     """Raise for 8-bit floats that a model would take for weights, although a scale belongs to each of them."""
-    for name in found.plain:
+    scales = [name for name in found.unexpected if "scale" in name.rpartition(".")[2]]
+    for name in found.plain if scales else ():
         entry = archive.entry(name)
         if entry.dtype == found.slots[name].dtype or entry.dtype not in FLOAT_CODES:
             continue
-        start = name.removesuffix("weight")
-        scale = next((f"{start}{end}" for end in _SCALES if f"{start}{end}" in archive.entries), None)
+        layer = name.rpartition(".")[0]
+        # Whatever a tool calls it: a parameter of the same layer, or a part of this one.
+        own = (one for one in scales if one.rpartition(".")[0] == layer or one.startswith((f"{name}_", f"{name}.")))
+        scale = next(own, None)
         if scale is not None:
             what = f"it is {dtype_name(entry.dtype)} and {shown(scale)!r} its scale, but no settings say how to use it."
             remedy = "Put the config.json of the checkpoint beside it: its quantization_config names the tool."

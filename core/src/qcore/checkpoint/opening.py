@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import QcoreWarning, dtype_name
+from ..errors import QcoreWarning, dtype_name, quoted
 from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
 from .header import Entry, file_error, readable, shown
@@ -23,7 +24,10 @@ from .renaming import renamed
 from .values import FLOAT_CODES
 
 _OWN = "qcore"
+_MLX = torch.uint32
+_SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")
 _INTEGER_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_TEXT, _SETTINGS, _MOST_MODELS = "text_config", ("quantization_config", "compression_config"), 32
 _CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
 """The last parts of the names under which tools store codes."""
 
@@ -58,12 +62,35 @@ def imported(archive: Archive) -> Archive:
     found = plan_import(source)
     if found is not None:
         _refuse_codes(archive, found[1])
+        _refuse_one_shard(archive, found[1])
         _warn(archive.path, found[1])
         return ImportedArchive.of(archive, *found)
     if source.method and source.method != _OWN:
         what = f"its quantization_config names {source.method[:64]!r}, which qcore does not read."
         raise file_error(archive.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
+    _refuse_unnamed(source)
     return archive
+
+
+def _refuse_one_shard(archive: Archive, plan: Plan) -> None:
+    """Raise if layers cannot be read because the rest of them is in other files."""
+    if plan.refused and archive.path.is_file() and _SHARD.search(archive.path.name):
+        what = f"it is one of several files of a checkpoint, and {quoted(next(iter(plan.refused)))} is not whole in it."
+        raise file_error(archive.path, what, "Pass the directory.")
+
+
+def _refuse_unnamed(source: Source) -> None:
+    """Raise for codes of a tool that no settings name: a model would miss their weights."""
+    if source.method:
+        return
+    mlx = (layer for layer in source.layers("weight", "scales") if source.entries[f"{layer}.weight"].dtype == _MLX)
+    for layer in mlx:
+        what = f"it is quantized by MLX ({shown(layer)!r} has codes in words of uint32), which qcore does not read."
+        raise file_error(source.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
+    for layer in source.layers("qweight", "scales"):
+        what = f"{shown(layer)!r} has codes as GPTQ and AWQ store them, but its config.json names no tool."
+        remedy = 'Put the config.json of the checkpoint beside it: its quantization_config has a "quant_method".'
+        raise file_error(source.path, what, remedy)
 
 
 def _refuse_codes(archive: Archive, plan: Plan) -> None:
@@ -97,7 +124,9 @@ def _warn(path: Path, plan: Plan) -> None:
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The ``quantization_config`` of a model, or of the text model in a model of several modalities."""
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, dict) else {})
-    found = (place.get(key) for place in places for key in ("quantization_config", "compression_config"))
-    return next((settings for settings in found if isinstance(settings, dict)), {})
+    places = [config]
+    for place in places:  # the configuration itself, then those in it, then theirs
+        inner = (place[key] for key in sorted(place, key=_TEXT.__ne__) if key.endswith("_config"))
+        places += [one for one in inner if isinstance(one, dict)][: _MOST_MODELS - len(places)]
+    found = (place.get(key) for place in places for key in _SETTINGS)
+    return next((settings for settings in found if settings and isinstance(settings, dict)), {})

@@ -283,6 +283,8 @@ def _last_modified(path: Path) -> float:
 def remove(path: Path) -> None:
     """Remove a file or directory, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.chmod(0o700)  # a directory that was replaced may have been read only
         shutil.rmtree(path, ignore_errors=True)
         return
     with contextlib.suppress(OSError):

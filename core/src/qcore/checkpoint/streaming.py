@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,13 @@ _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
     *(".onnx", ".onnx_data", ".data", ".gguf", ".ot", ".tflite"),
 }
+_SIDE_FILE = re.compile(
+    r".*\.(json|jinja|model|tiktoken|spm|bpe|vocab)|(merges|vocab|special_tokens)\.txt|(README|USE_POLICY|LICENSE|NOTICE).*"
+    r"|(modeling|configuration|tokenization|processing|image_processing|feature_extraction)_\w+\.py"
+)
+"""Names of files that checkpoints have beside their weights."""
+_HIDDEN = {".gitattributes", ".gitignore", ".cache", ".huggingface", ".locks", ".DS_Store"}
+"""What downloads leave beside a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +302,24 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     if other is not None:
         what = f"it holds more than one checkpoint ({shown_name(other)}), so it is not overwritten."
         raise file_error(target, what, "Choose another target, or remove it yourself.")
+    others = _others_in(target, source) if target.is_dir() else []
+    if others:
+        shown = ", ".join(map(shown_name, others[:3])) + (" and more" if len(others) > 3 else "")
+        what = f"it holds files that are not of a checkpoint ({shown}), so it is not overwritten."
+        raise file_error(target, what, "Choose another target, or move them away.")
+
+
+def _others_in(target: Path, source: Path) -> list[str]:
+    """The names of files in a directory that neither a checkpoint nor the new one in its place has."""
+    new = {file.relative_to(source) for file in side_files_of(source)} if source.is_dir() else set()
+    files = (path.relative_to(target) for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir())
+    return [str(file) for file in files if file not in new and not _is_usual(file)]
+
+
+def _is_usual(file: Path) -> bool:
+    """Whether checkpoints have files with this name, relative to their directory; so have saves that run or have died."""
+    usual = file.suffix in _WEIGHT_FILES or _SIDE_FILE.fullmatch(file.name) is not None
+    return usual or file.parts[0] in _HIDDEN or save_id_of(Path(file.parts[0])) is not None
 
 
 def _other_contents(directory: Path) -> str | None:

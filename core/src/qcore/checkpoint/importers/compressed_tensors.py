@@ -41,13 +41,13 @@ from .base import (
     plan_layers,
 )
 from .compressed_tensors_settings import Group, Groups, activation_of, check_transforms, groups_of
-from .fp8 import CACHE_SCALES, fp8_format, scale_blocks, spread_scale
+from .fp8 import CACHE_SCALES, E8M0, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
 _KEEPS_ZEROS, _CROSSES_WORDS = 10, 20
 """Versions 0.x of the tool: earlier ones left out zero points that are all 0, and let no code cross words."""
-_UNUSED = (".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
+_UNUSED = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
 
 
 class CompressedTensors:
@@ -267,7 +267,7 @@ def _whole_fp8(layer: _Layer) -> _Planned:
         rows, size = 1, group_size(k, scale[1], layer.group.size)
     else:
         rows, size = scale_blocks(scale, (n, k), layer.group.block)
-    format = fp8_format(size, powers=layer.dtype("weight_scale") == torch.uint8)
+    format = fp8_format(size, powers=layer.dtype("weight_scale") in E8M0)
 
     def build(read: Read) -> QTensor:
         spread = spread_scale(read(names["weight_scale"]), n, rows)
@@ -281,8 +281,8 @@ def _packed_fp4(layer: _Layer) -> _Planned:
     k, names = 2 * half, layer.names
     scale, dtype = layer.shape("weight_scale"), layer.dtype("weight_scale")
     two = "weight_global_scale" in names
-    wanted, size = (torch.float8_e4m3fn, 16) if two else (torch.uint8, 32)
-    if layer.dtype("weight_packed") != torch.uint8 or dtype != wanted or scale != (n, -(-k // size)):
+    wanted, size = ((torch.float8_e4m3fn,), 16) if two else (E8M0, 32)
+    if layer.dtype("weight_packed") != torch.uint8 or dtype not in wanted or scale != (n, -(-k // size)):
         raise LayerRefused(f"its tensors are {layer.dtype('weight_packed')} {(n, half)} and {dtype} {scale}")
     if two and layer.shape("weight_global_scale") not in ((), (1,)):
         raise LayerRefused(f"its global scale has shape {layer.shape('weight_global_scale')}")
@@ -291,6 +291,7 @@ def _packed_fp4(layer: _Layer) -> _Planned:
     def build(read: Read) -> QTensor:
         factor = read(names["weight_global_scale"]).float().reshape(()) if two else None
         own = read(names["weight_scale"]).t().contiguous()
+        own = own if two else own.view(torch.uint8)
         return QTensor(read(names["weight_packed"]), own, None, (n, k), format, global_scale=factor)
 
     return (n, k), format, build, torch.float32, False

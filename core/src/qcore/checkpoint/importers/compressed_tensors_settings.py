@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from .name_patterns import NamePatterns, TooManyStepsError
 
 _FUSED = ("weight_input", "weight_output")
 """Where transforms are part of the stored weights."""
+_BLOCK = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
 _DAMAGED = "Download config.json again: the file is damaged, or of a version that qcore does not support."
 
 
@@ -115,6 +117,8 @@ def _group(source: Source, name: str, value: Any) -> Group:
     if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         raise file_error(source.path, f"its config_groups has {name[:40]!r} without weights or targets.", _DAMAGED)
     bits, size, block = (weights.get(key) for key in ("num_bits", "group_size", "block_structure"))
+    if isinstance(block, str) and _BLOCK.fullmatch(block):  # another form of it
+        block = [int(part) for part in block.split("x")]
     if type(bits) is not int or not 2 <= bits <= 8:
         raise file_error(source.path, f"its group {name[:40]!r} has {quoted(bits)} bits; qcore reads 2 to 8.", _DAMAGED)
     if not (size is None or type(size) is int) or not (block is None or _is_block(block)):
@@ -189,7 +193,7 @@ def activation_of(source: Source, layer: str, group: Group, format: Format, plan
 def _add_static(source: Source, layer: str, activation: StaticInt8 | StaticFP8, plan: Plan) -> None:
     if f"{layer}.input_scale" not in source.entries:
         raise LayerRefused("its settings have static activations, but it has no input_scale")
-    plan.tensors.append(input_scale(source, layer))
+    plan.tensors.append(input_scale(source, layer, f"{layer}.input_scale"))
     if isinstance(activation, StaticFP8):
         return
     name = f"{layer}.input_zero_point"

@@ -42,6 +42,8 @@ E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """The ends of names of scales of key and value caches, which qcore does not quantize."""
 _SCALES = ("weight_scale_inv", "weight_scale")
+_STATIC = ("input_scale", "activation_scale")
+"""Names of the scale of static activations: vLLM's and transformers'."""
 
 
 class FP8:
@@ -103,7 +105,7 @@ def block_size(source: Source) -> tuple[int, int] | None:
 
 
 def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Plan) -> None:
-    """Plan a layer with ``weight`` e4m3fn (N, K), its scale, and ``input_scale`` if it is static."""
+    """Plan a layer with ``weight`` e4m3fn (N, K), its scale, and one for its activations if they are static."""
     weight = source.entries[f"{layer}.weight"]
     name = next(f"{layer}.{scale}" for scale in _SCALES if f"{layer}.{scale}" in source.entries)
     scale = source.entries[name]
@@ -112,7 +114,7 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
     format = fp8_format(group, powers=scale.dtype in E8M0)
-    static = f"{layer}.input_scale" in source.entries
+    static = next((f"{layer}.{part}" for part in _STATIC if f"{layer}.{part}" in source.entries), None)
     activation = StaticFP8() if static else DynamicFP8(group)
 
     def build(read: Read) -> QTensor:
@@ -125,7 +127,7 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
         )
     )
     if static:
-        plan.tensors.append(input_scale(source, layer))
+        plan.tensors.append(input_scale(source, layer, static))
 
 
 def scale_blocks(
@@ -148,16 +150,15 @@ def scale_blocks(
 def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
     """Expand scales per block of ``rows`` rows ``(blocks, G)``, per tensor or per row, to one per row and group."""
     own = scale.view(torch.uint8) if scale.dtype in E8M0 else scale
-    table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], -1)
+    table = own.reshape(1, 1) if own.numel() == 1 else own.reshape(own.shape[0], *own.shape[1:] or (1,))
     each = min(rows, max(n, 1))  # the file may claim a larger one, which must not be allocated
     spread = table if each == 1 else table.repeat_interleave(each, dim=0)[:n]
     return spread.expand(n, -1).t().contiguous()
 
 
-def input_scale(source: Source, layer: str) -> ForeignTensor:
-    """The scale of a layer's static activations, as the float32 number that a scheme takes."""
-    name = f"{layer}.input_scale"
+def input_scale(source: Source, layer: str, name: str) -> ForeignTensor:
+    """The scale of a layer's static activations, stored as ``name``, as the float32 number that a scheme takes."""
     if source.entries[name].shape not in ((), (1,)):
-        raise LayerRefused(f"its input_scale has shape {source.entries[name].shape}; qcore takes one scale per tensor")
+        raise LayerRefused(f"its {name.rpartition('.')[2]} has shape {source.entries[name].shape}; qcore takes one scale per tensor")
     check_dtypes(source, {"input_scale": name}, input_scale=FLOAT_SCALES)
-    return calibrated(name, torch.float32, name)
+    return calibrated(f"{layer}.input_scale", torch.float32, name)
