@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import qcore
 from qcore.contracts import CONTRACTS
@@ -101,6 +102,15 @@ def test_a_weight_is_contiguous_whatever_it_is_made_of(layout):
     assert torch.equal(qcore.linear(x, made), qcore.linear(x, whole))
     same = QTensor(whole.data, whole.scale, whole.zero, whole.shape, whole.format)
     assert all(same.tensors()[name] is tensor for name, tensor in whole.tensors().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a16-asym", "w4a16", "w8a8", "w4a8"])
+def test_one_column_of_a_transposed_x(scheme, dtype):
+    layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(1, 5).to(dtype), scheme)
+    x = torch.randn(1, 9, dtype=dtype).t()
+    first = layer(x)  # a failure in the first call would count against the kernel
+    assert torch.equal(first, layer(x.clone(memory_format=torch.contiguous_format)))
 
 
 def test_scales_of_every_layer_may_be_transposed():

@@ -69,6 +69,17 @@ def test_dtypes():
         assert layer(torch.tensor([1])).dtype == torch.bfloat16  # as torch.nn.Embedding
 
 
+def test_models_of_float64():
+    indices, model = torch.tensor([1]), nn.Sequential(nn.Embedding(20, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+    wanted = model.double()(indices)
+    qcore.quantize_(model, "w8a16")
+    torch.testing.assert_close(model(indices), wanted, rtol=0.02, atol=0.02)
+    for dtype in (torch.float16, torch.float64, torch.float32, torch.bfloat16, torch.float64):
+        assert model.to(dtype)(indices).dtype == dtype
+    with torch.no_grad():
+        assert torch.compile(model, backend="eager")(indices).dtype == torch.float64
+
+
 def test_max_norm_is_refused():
     with pytest.raises(qcore.UnsupportedError, match="max_norm rewrites its table"):
         QuantizedEmbedding.from_float(nn.Embedding(20, 64, max_norm=1.0), "w8a16")

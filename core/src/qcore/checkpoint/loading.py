@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FormatError, QcoreWarning
+from ..functional.checks import check_module
 from ..model import Report, report
 from ..model.report import LayerReport
 from ..nn.base import QuantizedModule, with_static_parameters
@@ -69,6 +70,7 @@ def load_(
     in the report. Tied weights are tied again. Returns the report of the model. If it raises `CheckpointError`, the
     model is unchanged: everything is read, validated and packed before the first layer is replaced.
     """
+    check_module(model, "load_")
     # No inference tensors: they could not be trained or saved for backward. Files are read on the CPU, whatever device
     # the caller's torch.device(...) or set_default_device gives to new tensors.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):

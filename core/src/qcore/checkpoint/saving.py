@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quoted
 from ..formats import Format
 from ..formats.bits import has_values
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
@@ -38,6 +38,10 @@ def save(
     `CheckpointError` for values that cannot be stored (a tensor on ``meta``, an object that is not a tensor) and for
     errors of the file system; in that case nothing is left behind and an existing checkpoint is unchanged.
     """
+    given: Any = path
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        what = f"save takes a model or state dict, then a path, not {quoted(given)}."
+        raise CheckpointError(f"{what}\nPass the name of a directory, or of a file that ends in .safetensors.")
     target = Path(os.path.realpath(path))
     limit = shard_limit(max_shard_size)
     # Either a link or the file that it points to may have another name: files of a cache are hashes.

@@ -261,17 +261,17 @@ class _QuantizeRun:
         record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())
 
         def fetch() -> Sequence[Tensor]:
-            return list(self._quantize(self._read(entry), scheme, entry.name).tensors().values())
+            return list(self._quantize(self._read(entry), scheme, stored, entry.name).tensors().values())
 
         return Unit(entry.name, specs, fetch, record)
 
     def _read(self, entry: Entry) -> Tensor:
         return self.archive.read(entry.name)
 
-    def _quantize(self, weight: Tensor, scheme: Scheme, name: str) -> QTensor:
+    def _quantize(self, weight: Tensor, scheme: Scheme, stored: torch.dtype, name: str) -> QTensor:
         flat = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
         try:
-            return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=self.plan.dtype, name=name)
+            return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=stored, name=name)
         except FormatError as error:
             raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
 
@@ -317,7 +317,7 @@ def _others_in(target: Path, source: Path) -> list[str]:
 
 
 def _is_usual(file: Path) -> bool:
-    """Whether checkpoints have files with this name, relative to their directory; so have saves that run or have died."""
+    """Whether checkpoints have files with this name, relative to their directory, or saves leave them there."""
     usual = file.suffix in _WEIGHT_FILES or _SIDE_FILE.fullmatch(file.name) is not None
     return usual or file.parts[0] in _HIDDEN or save_id_of(Path(file.parts[0])) is not None
 

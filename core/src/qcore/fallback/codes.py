@@ -119,7 +119,8 @@ def digit_rows(values: Tensor, digits: int) -> Tensor:
 
     Adding 128 at every digit position turns the signed digits into the bytes of an unsigned integer.
     """
-    number = values.to(torch.int32).add_(_ALL_OFFSETS[digits])
+    # One column with the strides of a transposed x counts as contiguous, but its bytes could not be viewed.
+    number = values.to(torch.int32, memory_format=torch.contiguous_format).add_(_ALL_OFFSETS[digits])
     planes = number.view(torch.uint8).view(*values.shape, 4)[..., :digits].permute(2, 0, 1)
     return planes.reshape(-1, values.shape[1])
 

@@ -293,9 +293,12 @@ def find_element(name: Any) -> Element:
         load_plugin_elements()
         found = _ELEMENTS.get(name) if isinstance(name, str) else None
     if found is None:
+        scheme = str(name)[:1] == "w"  # of all element types, none starts like a scheme
+        remedy = "A scheme such as 'w8a16' contains one: Scheme.parse(text).weight is its format."
         raise FormatError(
             f"unknown element type {quoted(name)}; known: {', '.join(_ELEMENTS)}."
-            f"{did_you_mean(str(name), _ELEMENTS)}\nA third-party element needs its plugin installed."
+            f"{did_you_mean(str(name), _ELEMENTS)}\n"
+            f"{remedy if scheme else 'A third-party element needs its plugin installed.'}"
         )
     return found
 

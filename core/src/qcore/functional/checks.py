@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..contracts import Conv2dRequest, Request
 from ..contracts.conv2d import check_image
 from ..contracts.embedding import check_indices
 from ..contracts.grouped import check_offsets
-from ..errors import FormatError
+from ..errors import FormatError, UnsupportedError
 from ..formats.bits import has_values
 from ..weights.activations import (
     INT8_MAX,
@@ -33,6 +33,12 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of x, bias and result; narrower floats are storage formats in which nothing is computed."""
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = "float32, bfloat16, float16 or float64"
+
+
+def check_module(value: Any, call: str) -> None:
+    """Raise `UnsupportedError` unless ``value`` is a module; ``call``: what it was passed to."""
+    if not isinstance(value, nn.Module):
+        raise UnsupportedError(f"{call} takes a torch.nn.Module, not a {type(value).__name__}; pass the module in it.")
 
 
 def check_dense(name: str, value: Any, device: torch.device) -> None:

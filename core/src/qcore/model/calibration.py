@@ -134,7 +134,11 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
     if callable(calibration):
         calibration(model)
         return
-    for batch in calibration:
+    batches: Any = calibration
+    if not isinstance(batches, Iterable):
+        what = f"calibration is {calibration!r}; it must be batches or a function of the model."
+        raise FormatError(f"{what}\nPut a single batch into a list: calibration=[batch].")
+    for batch in batches:
         if isinstance(batch, Mapping):
             model(**batch)
         elif isinstance(batch, (tuple, list)):

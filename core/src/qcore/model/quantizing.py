@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..errors import QcoreWarning, UnsupportedError
+from ..functional.checks import check_module
 from ..nn.base import QuantizedModule
 from ..nn.counterparts import COUNTERPARTS, float_base, quantized, rebuild, why_parent_reads, why_unsupported
 from ..nn.experts import QuantizedExperts, expert_weights
@@ -65,10 +66,9 @@ def quantize_(
     is unchanged. If a later step raises (out of memory, Ctrl-C, a failing kernel), the layers before it stay quantized,
     a `QcoreWarning` counts them, and another call of `quantize_` continues with the others.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(
-            f"quantize_ takes a torch.nn.Module, not a {type(model).__name__}; pass the module in it."
-        )
+    check_module(model, "quantize_")
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise UnsupportedError(f"progress is {progress!r}; it must be None, True, False or a function.")
     plan = ModelPlan(model, Selection.of(scheme, include, exclude))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..errors import did_you_mean
+from ..functional.checks import check_module
 from ..nn.base import QuantizedModule
 from ..nn.counterparts import COUNTERPARTS
 from ..nn.neutral import NeutralLinear, WeightParts
@@ -195,6 +196,7 @@ def _other_kernels(module: QuantizedModule) -> str:
 
 def report(model: nn.Module) -> Report:
     """Report plugin, kernel, reason, and bytes before and after for every layer of a model that holds a weight."""
+    check_module(model, "report")
     tracker, rows = TieTracker(), []
     for name, module in model.named_modules():
         if isinstance(module, NeutralLinear):

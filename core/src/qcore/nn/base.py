@@ -29,6 +29,7 @@ from ..runtime.settings import Settings, current
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
+from . import state_notes
 from .bind_settings import BindSettings
 from .graph_ops import Node, captures_layers, emit, layers, node_of
 from .offloading import HOOK, attach, check_passed, moved_to, traced
@@ -52,6 +53,7 @@ class QuantizedModule(nn.Module):
 
     bias: nn.Parameter | None
     _fixed_out_dtype: torch.dtype | None = None
+    _dtypes: tuple[torch.dtype, ...] = FLOATS  # that the layer's own may be
 
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class QuantizedModule(nn.Module):
             )
         self.scheme = replace(scheme, weight=store.format)
         self._store = store
-        self._dtype = dtype if dtype in FLOATS else torch.float32
+        self._dtype = dtype if dtype in self._dtypes else torch.float32
         self._bias_shape = store.shape[:1]
         self.register_parameter("bias", _parameter(bias, store.device))
         # A name without a tensor: a lookup by name (get_buffer, transformers' tie_weights) finds `weight`, and code
@@ -344,7 +346,7 @@ class QuantizedModule(nn.Module):
         sample = fn(torch.empty(0, dtype=self._dtype, device=self._store.device))
         self._set_packed_buffers({})
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before, self._dtype = self._dtype, sample.dtype if sample.dtype in FLOATS else self._dtype
+        before, self._dtype = self._dtype, sample.dtype if sample.dtype in self._dtypes else self._dtype
         if self._store.move(fn, sample.device):
             self._bind_all()
         elif self._dtype != before:
@@ -374,15 +376,8 @@ class QuantizedModule(nn.Module):
             destination[f"{prefix}weight.{name}"] = tensor
         for name, value in self._static_parameters():
             destination[prefix + name] = value
-        self._describe_weight(getattr(destination, "_metadata", {}).get(prefix[:-1]))
-
-    def _describe_weight(self, notes: dict[str, Any] | None) -> None:
-        """Add format, shape, quantizer and scheme to a state dict's metadata, for saving it without the model."""
-        if notes is not None:
-            store = self._store
-            described = {"format": str(store.format), "shape": list(store.shape), "quantizer": store.quantizer}
-            order = {"order": True} if store.has_order else {}
-            notes["qcore"] = {**described, **order, "scheme": str(self.scheme.blank())}
+        notes, store = getattr(destination, "_metadata", {}).get(prefix[:-1]), self._store
+        state_notes.describe(notes, store.format, store.shape, store.quantizer, self.scheme, has_order=store.has_order)
 
     def _static_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
@@ -408,7 +403,9 @@ class QuantizedModule(nn.Module):
         absent = {f"{prefix}weight.{part}" for part in self._absent_tensors()}
         missing = [key for key in own if key not in found and key not in absent]
         missing_keys += missing
-        if not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
+        if other := state_notes.mismatch(local_metadata, self._store.format):
+            error_msgs.append(f"{prefix}weight: {other}")
+        elif not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
             self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
 
     def _absent_tensors(self) -> Iterator[str]:

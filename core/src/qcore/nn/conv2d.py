@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..contracts import Conv2dRequest
 from ..contracts.conv2d import as_pair, laid_out_like
 from ..errors import FormatError
+from ..functional.checks import check_module
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
@@ -51,6 +52,7 @@ class QuantizedConv2d(QuantizedModule):
         ``moments``: for ``@gptq`` and ``@awq``, the sum of ``x x^T`` over the columns of `im2col`, ``(groups, K, K)``.
         Raises `FormatError` for NaN or Inf in the weight, naming ``name``.
         """
+        check_module(module, "from_float")
         wanted = Scheme.parse(scheme)
         flat = module.weight.detach().permute(0, 2, 3, 1).reshape(module.out_channels, -1)
         weight = _quantize(flat, wanted, name, moments, module.groups)

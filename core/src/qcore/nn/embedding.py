@@ -13,7 +13,7 @@ from ..contracts import EmbeddingRequest
 from ..contracts.embedding import INDEX_DTYPES, check_index_dtype
 from ..errors import UnsupportedError
 from ..formats.tracing import is_transformed
-from ..functional.checks import check_dense
+from ..functional.checks import FLOAT_DTYPES, check_dense, check_module
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
@@ -33,6 +33,7 @@ class QuantizedEmbedding(QuantizedModule):
     max_norm: None = None
     norm_type = 2.0
     scale_grad_by_freq = sparse = False
+    _dtypes = FLOAT_DTYPES  # nothing tells that of the result but the layer, in a model of float64, too
 
     def __init__(self, store: WeightStore, scheme: Scheme, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         self.num_embeddings, self.embedding_dim = store.shape
@@ -48,6 +49,7 @@ class QuantizedEmbedding(QuantizedModule):
         A table has no activations for ``@gptq`` to use, so ``mse`` replaces it, also in the layer's scheme.
         ``moments``: of a linear layer that shares the table, if there is one.
         """
+        check_module(module, "from_float")
         if module.max_norm is not None:
             raise UnsupportedError("max_norm rewrites its table while the embedding runs; it cannot be quantized.")
         wanted = Scheme.parse(scheme)

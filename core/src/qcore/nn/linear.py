@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..contracts import LinearRequest
 from ..errors import FormatError
 from ..formats.tracing import is_transformed
-from ..functional.checks import check_last_dimension
+from ..functional.checks import check_last_dimension, check_module
 from ..resolving.binding import Bound, WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
@@ -40,6 +40,7 @@ class QuantizedLinear(QuantizedModule):
         ``moments``: for ``@gptq`` and ``@awq``, the sum of ``x x^T`` over inputs x, ``(in_features, in_features)``.
         Raises `FormatError` for NaN or Inf in the weight, naming ``name``.
         """
+        check_module(module, "from_float")
         wanted = Scheme.parse(scheme)
         weight = quantize(module.weight, wanted.weight, wanted.quantizer, moments=moments, name=name)
         made = cls(WeightStore(weight), wanted, module.bias, module.weight.dtype)

@@ -25,6 +25,7 @@ from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
+from . import state_notes
 from .base import FLOATS, adopt_hooks, static_parameters, with_static_parameters
 from .linear import QuantizedLinear
 
@@ -176,22 +177,22 @@ class NeutralLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self._static_parameters():
             destination[prefix + name] = value
-        notes = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if notes is not None:
-            weight = self.weight
-            order = {"order": True} if "order" in weight.dtypes else {}
-            described = {"format": str(weight.format), "shape": list(weight.shape), "quantizer": weight.quantizer}
-            notes["qcore"] = {**described, **order, "scheme": str(self.scheme.blank())}
+        notes, weight = getattr(destination, "_metadata", {}).get(prefix[:-1]), self.weight
+        has_order = "order" in weight.dtypes
+        state_notes.describe(notes, weight.format, weight.shape, weight.quantizer, self.scheme, has_order=has_order)
 
     def _static_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in (("input", self.scheme.activation), ("output", self.scheme.output)):
             for name, dtype in static_parameters(part).items():
                 yield f"{prefix}_{name}", torch.tensor(getattr(part, name), dtype=dtype)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if other := state_notes.mismatch(local_metadata, self.weight.format):
+            args[-1].append(f"{prefix}weight: {other}")
+            return
         own = {name: state_dict[prefix + name] for name, _ in self._static_parameters() if prefix + name in state_dict}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in own}
-        super()._load_from_state_dict(rest, prefix, *args)
+        super()._load_from_state_dict(rest, prefix, local_metadata, *args)
         for field, name in (("activation", "input"), ("output", "output")):
             part: Any = getattr(self.scheme, field)
             given = {key: own[f"{name}_{key}"] for key in static_parameters(part) if f"{name}_{key}" in own}

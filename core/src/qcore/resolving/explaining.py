@@ -56,9 +56,29 @@ def plain_request(
     if contract not in CONTRACTS:
         known = f"known: {', '.join(CONTRACTS)}.{did_you_mean(contract, CONTRACTS)}"
         raise FormatError(f"unknown contract {contract!r}; {known}")
+    place = _checked_device(device)
+    _check_arguments(dtype, n=n, k=k, rows=rows)
     parsed = _with_default_scales(Scheme.parse(scheme))
-    request = CONTRACTS[contract].request_for(parsed, torch.device(device), dtype, n, k)
+    request = CONTRACTS[contract].request_for(parsed, place, dtype, n, k)
     return replace(request, rows=rows) if rows is not None and contract == "linear" else request  # type: ignore[no-any-return]
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise FormatError(f"device is {device!r}; it must be one of torch's, such as 'cpu' or 'cuda:0'.") from None
+
+
+def _check_arguments(dtype: object, **sizes: int | None) -> None:
+    """Raise `FormatError` for what no layer has: its error would count as one of the kernels."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise FormatError(f"dtype is {dtype!r}; it must be a torch.dtype of floats, such as torch.bfloat16.")
+    for name, size in sizes.items():
+        if size is None and name == "rows":
+            continue
+        if type(size) is not int or size < 0:
+            raise FormatError(f"{name} is {size!r}; it must be an integer from 0 on.")
 
 
 def _with_default_scales(scheme: Scheme) -> Scheme:

@@ -49,6 +49,8 @@ _CHUNK_ELEMENTS = 1 << 19
 _LARGE_CHUNK_ELEMENTS = 1 << 24
 """The same for ``gptq``, whose passes are over single columns, and for accelerators: if columns were short, the calls
 would cost more than the work."""
+_LEAST_HALF, _FLOORED = torch.finfo(torch.float16).smallest_normal, 1.1
+"""The least scale in float16, and the growth of the squared error from which on scales are float32 instead."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +128,43 @@ def quantize(
     - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
     - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
     - ``moments``: for ``awq`` and ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
-    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64).
+    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64, and for weights
+      so small that scales in float16, whose least normal number is 6e-5, would cost accuracy).
     - ``name``: the name of the tensor in errors.
 
     Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not support the
     format, or missing moments.
     """
+    _check_dense(weight, name)
     fmt = Format.parse(format) if isinstance(format, str) else format
     chosen = checked_quantizer(quantizer or default_quantizer(fmt), fmt)
     stored = scale_dtype or (weight.dtype if weight.dtype in FLOAT_SCALES else torch.float32)
     _check_weight(weight, stored, name)
     weight = weight.detach()
     moments = _checked_moments(weight, chosen, moments, name)
+    found = _quantized(weight, fmt, chosen, stored, moments, name)
+    if scale_dtype is None and _is_floored(found):
+        wide = _quantized(weight, fmt, chosen, torch.float32, moments, name)
+        return wide if _squared_error(found, weight) > _FLOORED * _squared_error(wide, weight) else found
+    return found
+
+
+def _is_floored(weight: QTensor) -> bool:
+    """Whether scales in float16 are at the least that is stored."""
+    scale = weight.scale
+    return scale.dtype == torch.float16 and has_values(scale) and bool((scale == _LEAST_HALF).any())
+
+
+def _squared_error(found: QTensor, weight: Tensor) -> float:
+    rows = max(1, _LARGE_CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    dense = found.dequantize(torch.float32)
+    chunks = zip(torch.split(dense, rows), torch.split(weight, rows), strict=True)
+    return sum(float((a - b.float()).square().sum(dtype=torch.float64)) for a, b in chunks)
+
+
+def _quantized(
+    weight: Tensor, fmt: Format, chosen: str, stored: torch.dtype, moments: Tensor | None, name: str
+) -> QTensor:
     if chosen not in _QUANTIZERS:
         return _by_plugin(weight, fmt, chosen, stored, moments, name)
     with torch.no_grad():
@@ -155,6 +182,13 @@ def quantize(
 def _across(rows: list[Tensor]) -> Tensor:
     """``(rows, G)`` parameters of all chunks to ``(G, N)``."""
     return torch.cat([raw(part) for part in rows]).t().contiguous().view(rows[0].dtype)
+
+
+def _check_dense(weight: object, name: str) -> None:
+    if not isinstance(weight, Tensor):
+        raise FormatError(f"cannot quantize {name}: it must be a torch.Tensor, not a {type(weight).__name__}.")
+    if weight.is_nested or weight.layout is not torch.strided:
+        raise FormatError(f"cannot quantize {name}: its layout is {weight.layout}.\nPass a dense one: to_dense().")
 
 
 def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:

@@ -33,7 +33,7 @@ def changed(case, change):
 @pytest.mark.parametrize(("k", "groups", "wanted", "size"), [
     (4096, 32, (), 128), (4096, 32, (64,), 128), (4096, 1, (-1,), None), (104, 4, (32,), 32), (104, 4, (64, 32), 32),
     (320, 3, (128,), 128), (96, 2, (48,), 48), (96, 3, (), 32), (5120, 40, (-1,), 128), (11008, 86, (), 128),
-    (7168, 56, (64,), 128), (40, 1, (128,), None),
+    (7168, 56, (64,), 128), (40, 1, (128,), None), (48, 1, (32,), 48),
 ])  # fmt: skip
 def test_a_group_size_that_fits(k, groups, wanted, size):
     assert group_size(k, groups, *wanted) == size

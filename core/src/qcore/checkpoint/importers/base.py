@@ -234,11 +234,11 @@ def group_size(k: int, groups: int, *wanted: int | None) -> int | None:
             return size
     if groups < 1 or -(-k // -(-k // groups)) != groups:
         raise LayerRefused(f"{k} columns cannot be split into {groups} groups of one size")
-    usual = [size for size in _USUAL_GROUPS if size * groups != k and -(-k // size) == groups]
+    usual = [size for size in _USUAL_GROUPS if groups > 1 and size * groups != k and -(-k // size) == groups]
     if k % groups or usual:
         sizes = f"such as {k // groups} or {usual[0]} columns" if usual and not k % groups else "of several sizes"
-        what = f"{k} columns can be split into {groups} groups {sizes}, and its settings contain no group_size that fits"
-        raise LayerRefused(what)
+        why = "and its settings contain no group_size that fits"
+        raise LayerRefused(f"{k} columns can be split into {groups} groups {sizes}, {why}")
     return k // groups
 
 

@@ -98,8 +98,8 @@ def _key(sizes: _Sizes, _path: list[str]) -> _Shapes:
 
 
 def _joined(sizes: _Sizes, _path: list[str]) -> _Shapes:
-    known = sizes.heads is not None and sizes.kv_heads is not None
-    yield _times(sizes.heads + 2 * sizes.kv_heads, sizes.head) if known else None, sizes.hidden
+    query, key = _times(sizes.heads, sizes.head), _times(sizes.kv_heads, sizes.head)
+    yield (None if query is None or key is None else query + 2 * key), sizes.hidden
 
 
 def _attended(sizes: _Sizes, _path: list[str]) -> _Shapes:

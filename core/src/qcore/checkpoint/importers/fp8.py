@@ -159,6 +159,7 @@ def spread_scale(scale: Tensor, n: int, rows: int) -> Tensor:
 def input_scale(source: Source, layer: str, name: str) -> ForeignTensor:
     """The scale of a layer's static activations, stored as ``name``, as the float32 number that a scheme takes."""
     if source.entries[name].shape not in ((), (1,)):
-        raise LayerRefused(f"its {name.rpartition('.')[2]} has shape {source.entries[name].shape}; qcore takes one scale per tensor")
+        part, shape = name.rpartition(".")[2], source.entries[name].shape
+        raise LayerRefused(f"its {part} has shape {shape}; qcore takes one scale per tensor")
     check_dtypes(source, {"input_scale": name}, input_scale=FLOAT_SCALES)
     return calibrated(f"{layer}.input_scale", torch.float32, name)

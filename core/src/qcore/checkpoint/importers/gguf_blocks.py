@@ -1,7 +1,8 @@
 """Blocks of GGUF, the format of llama.cpp, as quantized weights. A block holds 32 or 256 columns of one row.
 
 With the unsigned codes u and qcore's codes q: ``W = scale * q + zero``. Scales that are products are exact only in
-float32.
+float32. So are the zero points of Q4_1 and Q4_K, ``m + 8 * scale``, unless the minimum m is so small beside the scale
+that float32 rounds the sum: by at most half a unit in the last place of ``8 * scale``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _Parts = tuple[Tensor, Tensor, "Tensor | None"]
 class BlockType:
     """A block type of GGUF.
 
-    **Fields:** ``columns``, ``nbytes``: of a block; ``format``: the one that represents it exactly; ``scale_dtype``;
+    **Fields:** ``columns``, ``nbytes``: of a block; ``format``: the one that represents it; ``scale_dtype``;
     ``unpack``: takes uint8 (N, B, nbytes).
     """
 

@@ -72,10 +72,11 @@ def packing_format(source: Source) -> str:
 
 @dataclass(frozen=True)
 class _Settings:
-    """``bits``: of layers without settings of their own; ``group_sizes``: theirs, then those of single layers;
-    ``version``: of zero points, 1 or 2.
+    """What quantization_config says of all layers.
 
-    ``symmetric``: most layers are; ``mixed``: some layers are not, according to settings of their own.
+    ``bits``: of those without settings of their own; ``group_sizes``: theirs, then those of single layers; ``version``:
+    of zero points, 1 or 2; ``symmetric``: most layers are; ``mixed``: some layers are not, according to settings of
+    their own.
     """
 
     bits: int

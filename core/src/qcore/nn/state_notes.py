@@ -1,0 +1,42 @@
+"""What a state dict's metadata say of a quantized layer: the tensors alone fit weights of other formats, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..formats import Format
+from ..weights.schemes import Scheme
+
+_KEY = "qcore"
+
+
+def describe(
+    notes: dict[str, Any] | None,
+    format: Format,
+    shape: Sequence[int],
+    quantizer: str | None,
+    scheme: Scheme,
+    *,
+    has_order: bool,
+) -> None:
+    """Add the format, shape, quantizer and scheme of a layer to its metadata, for saving the dict without the model."""
+    if notes is not None:
+        described = {"format": str(format), "shape": list(shape), "quantizer": quantizer}
+        order = {"order": True} if has_order else {}
+        notes[_KEY] = {**described, **order, "scheme": str(scheme.blank())}
+
+
+def mismatch(notes: Mapping[str, Any], format: Format) -> str:
+    """Why a layer cannot take the weight that its metadata describe; empty if it can, or if they do not tell.
+
+    Codes of 4 bits have the same dtypes and shapes whatever they stand for.
+    """
+    described = notes.get(_KEY)
+    given = described.get("format") if isinstance(described, Mapping) else None
+    if not isinstance(given, str) or given == str(format):
+        return ""
+    return (
+        f"the state dict has a weight of the format {given[:100]!r}, and this layer {str(format)!r}. Quantize the "
+        f"model as that one was, or save it with qcore.save and load it with qcore.load_."
+    )
