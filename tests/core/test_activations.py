@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import qcore
 from qcore.errors import FormatError
 from qcore.weights.activations import (
     DynamicInt8,
@@ -190,3 +192,16 @@ class TestStaticFromRange:
     def test_not_finite(self, low, high):
         with pytest.raises(FormatError, match="not finite"):
             static_from_range(low, high)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "w4a8-g32", "w8a8-aasym", "w4a8-g32-asym-aasym"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_an_infinity_gives_nan_in_its_token_only(scheme, dtype, rows):
+    """The contract leaves it open; an infinity of the wrong sign, as it was, hides where the overflow came from."""
+    layer = qcore.nn.QuantizedLinear.from_float(nn.Linear(64, 8).to(dtype), scheme)
+    x = torch.ones(rows, 64, dtype=dtype)
+    x[0, 0] = torch.inf
+    y = layer(x)
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()

@@ -55,8 +55,9 @@ def unsigned(values: Tensor, zero: int = 0) -> Tensor:
 def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x with a symmetric scale per token: uint8 codes (offset 128) ``(M, K)`` and the scale ``(M, 1)``."""
     values = x.float()
-    # A row of zeros gives zeros for any scale; NaN propagates.
+    # A row of zeros gives zeros for any scale; NaN propagates, and an infinity becomes NaN instead of any sign of its own.
     scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
+    scale = scale + (scale - scale)
     inverse = scale.reciprocal()
     return unsigned(values * inverse if values is x else values.mul_(inverse)), scale
 
@@ -65,6 +66,7 @@ def symmetric_token(x: Tensor) -> tuple[Tensor, float]:
     """`symmetric_tokens` for a single row; a Python float as the scale saves several small ops."""
     values = x.float()
     scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # max() returns its first argument for NaN
+    scale += scale - scale  # NaN for an infinity
     return unsigned(values / scale), scale
 
 

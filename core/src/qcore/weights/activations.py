@@ -164,8 +164,8 @@ def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
 
 
 def _usable(scale: Tensor) -> Tensor:
-    # NaN passes through both: a token that holds NaN must give NaN, not a number.
-    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST))
+    # NaN passes through all: a token that holds NaN must give NaN, not a number. One with an infinity had any sign.
+    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST)) + (scale - scale)
 
 
 def quantize_int8(x: Tensor, scale: Tensor | float, zero_point: Tensor | float | None) -> Tensor:
