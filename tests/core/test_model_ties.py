@@ -283,3 +283,11 @@ def test_a_static_model_needs_no_numbers_for_its_embeddings():
     assert model.head.scheme.activation.is_given
     assert model.embed.scheme.activation is None
     assert states(report) == {"embed": "quantized", "head": "quantized"}
+
+
+def test_one_module_of_two_names_that_get_different_schemes():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    with pytest.warns(qcore.QcoreWarning, match=r"0 as w8a16, 2 as w4a16.\nIt gets w8a16"):
+        qcore.quantize_(model, {"0": "w8a16", "2": "w4a16"})
+    assert model[0] is model[2]

@@ -201,6 +201,21 @@ class ModelPlan:
                     QcoreWarning,
                     stacklevel=4,
                 )
+        for layer in self.schemes:
+            self._warn_about_names(layer)
+
+    def _warn_about_names(self, layer: str) -> None:
+        """Warn if patterns select different schemes for the names of one module."""
+        names = self.sharing.names_of(layer)
+        chosen = {name: self.selection.choose([name]).scheme for name in names} if len(names) > 1 else {}
+        if len({scheme for scheme in chosen.values() if scheme is not None}) > 1:
+            choices = ", ".join(f"{name} as {scheme}" for name, scheme in chosen.items() if scheme is not None)
+            warnings.warn(
+                f"the patterns select different schemes for the names of one layer: {choices}.\n"
+                f"It gets {self._choice(layer)}. Copy the layer first to treat its names differently.",
+                QcoreWarning,
+                stacklevel=5,
+            )
 
     def check_weights(self, found: Calibrated) -> None:
         """Raise the quantizer's error for a weight with NaN or Inf before any layer is replaced."""
