@@ -88,7 +88,7 @@ def convert(
       with (bytes written, total bytes, name) after each tensor; for ONNX (steps done, all steps, step).
     - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``; GGUF and ONNX are never
       split.
-    - ``overwrite``: replace an existing target.
+    - ``overwrite``: replace an existing target; not a directory with files that checkpoints do not have.
 
     Raises `CheckpointError` for a source that is not quantized, and for layers that the format cannot represent
     exactly, naming them; in that case nothing is left behind.

@@ -99,7 +99,7 @@ def quantize_checkpoint(
       with (bytes read, total bytes, name) after each tensor.
     - ``max_shard_size``: of the files of a directory, in bytes or as a text such as ``"5GB"``.
     - ``dtype``: of scales and of float tensors that are copied; default unchanged.
-    - ``overwrite``: replace an existing target.
+    - ``overwrite``: replace an existing target; not a directory with files that checkpoints do not have.
 
     Returns a report of every tensor. Raises `CheckpointError`, also for a weight with NaN or Inf, naming it; in that
     case nothing is left behind.

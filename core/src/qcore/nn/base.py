@@ -403,10 +403,8 @@ class QuantizedModule(nn.Module):
         absent = {f"{prefix}weight.{part}" for part in self._absent_tensors()}
         missing = [key for key in own if key not in found and key not in absent]
         missing_keys += missing
-        if other := state_notes.mismatch(local_metadata, self._store.format):
-            error_msgs.append(f"{prefix}weight: {other}")
-        elif not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
-            self._load_found(found, prefix, bool(local_metadata.get("assign_to_params_buffers")), error_msgs)
+        if not any(key.startswith(f"{prefix}weight.") for key in missing) and found:
+            self._load_found(found, prefix, local_metadata, error_msgs)
 
     def _absent_tensors(self) -> Iterator[str]:
         """Yield the names of tensors that the current weight does not have."""
@@ -414,13 +412,15 @@ class QuantizedModule(nn.Module):
         has["global_scale"] = self._store.format.scale.has_global
         yield from (name for name, present in has.items() if not present)
 
-    def _load_found(self, found: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+    def _load_found(self, found: dict[str, Tensor], prefix: str, notes: Any, error_msgs: list[str]) -> None:
         self._follow()
+        assign = bool(notes.get("assign_to_params_buffers"))
         parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in WEIGHT_TENSORS}
         store = self._store
         try:
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
             scheme = self._scheme_with(found, prefix)
+            state_notes.check_format(notes, store.format)
         except FormatError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return

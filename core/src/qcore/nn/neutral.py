@@ -187,8 +187,10 @@ class NeutralLinear(nn.Module):
                 yield f"{prefix}_{name}", torch.tensor(getattr(part, name), dtype=dtype)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        if other := state_notes.mismatch(local_metadata, self.weight.format):
-            args[-1].append(f"{prefix}weight: {other}")
+        try:
+            state_notes.check_format(local_metadata, self.weight.format)
+        except FormatError as error:
+            args[-1].append(f"{prefix}weight: {error}")
             return
         own = {name: state_dict[prefix + name] for name, _ in self._static_parameters() if prefix + name in state_dict}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in own}

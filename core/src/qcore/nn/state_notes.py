@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import FormatError
 from ..formats import Format
 from ..weights.schemes import Scheme
 
@@ -27,16 +28,16 @@ def describe(
         notes[_KEY] = {**described, **order, "scheme": str(scheme.blank())}
 
 
-def mismatch(notes: Mapping[str, Any], format: Format) -> str:
-    """Why a layer cannot take the weight that its metadata describe; empty if it can, or if they do not tell.
+def check_format(notes: Mapping[str, Any], format: Format) -> None:
+    """Raise `FormatError` if a layer cannot take the weight that its metadata describe; they may be missing.
 
     Codes of 4 bits have the same dtypes and shapes whatever they stand for.
     """
     described = notes.get(_KEY)
     given = described.get("format") if isinstance(described, Mapping) else None
     if not isinstance(given, str) or given == str(format):
-        return ""
-    return (
+        return
+    raise FormatError(
         f"the state dict has a weight of the format {given[:100]!r}, and this layer {str(format)!r}. Quantize the "
         f"model as that one was, or save it with qcore.save and load it with qcore.load_."
     )
