@@ -11,6 +11,8 @@ import qcore.checkpoint
 
 transformers = pytest.importorskip("transformers")
 
+import qcore.hf  # noqa: E402
+
 
 def config(**more):
     return transformers.LlamaConfig(
@@ -87,6 +89,29 @@ def test_conv1d_of_gpt2(format, parts, tmp_path):
         wanted = model(ids).logits
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_conv1d_of_gpt2_quantized_here(tmp_path):
+    sizes = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(sizes).eval()
+    ids = torch.arange(20).reshape(2, 10)
+    model.save_pretrained(tmp_path / "float")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "float", quantization_config=qcore.hf.QcoreConfig("w8a16")
+    )
+    loaded.save_pretrained(tmp_path / "own")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "own")
+    with torch.no_grad():
+        wanted = model(ids).logits
+        report = qcore.quantize_(model, "w8a16")
+        assert {row.state for row in report} == {"quantized"}
+        found = model(ids).logits
+        assert float((found - wanted).norm() / wanted.norm()) < 0.02
+        assert torch.equal(again(ids).logits, loaded(ids).logits)
+        layer, own = (one.transformer.h[1].attn.c_proj.weight for one in (model, loaded))
+        assert torch.equal(layer.data, own.data)  # a square one
+        assert type(loaded.transformer.h[0].attn.c_attn) is qcore.nn.QuantizedLinear
 
 
 def test_conv1d_of_gpt2_quantized_by_the_command_line(tmp_path):

@@ -107,7 +107,9 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
         else:
             found.unexpected += _stored_names(record, archive)
         return
-    reason = "" if _holds_linear(record, module) else why_not_quantizable(layers, layer)
+    reason = why_not_quantizable(layers, layer)
+    if is_transposed_linear(module) and not _holds_linear(record, module):
+        reason = f"{type(module).__name__} multiplies by the transpose of the matrix that was quantized"
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
@@ -115,12 +117,12 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
 
 
 def _holds_linear(record: Record, module: nn.Module) -> bool:
-    """Whether the weight of a Conv1D is stored as that of a linear layer, (N, K), as other tools do.
+    """Whether the weight of a Conv1D is stored as that of a linear layer, (N, K), as `quantize_` and other tools do.
 
-    qcore itself quantizes the matrix of a float file as it is, (K, N), and alone notes a quantizer: a square weight
-    looks the same in both forms.
+    `quantize_checkpoint` quantizes the matrix of a float file as it is, (K, N), and alone notes a quantizer: a square
+    weight looks the same in both forms.
     """
-    if not is_transposed_linear(module) or record.shape != weight_shape(module):
+    if record.shape != weight_shape(module):
         return False
     return record.quantizer is None or record.shape[0] != record.shape[1]
 

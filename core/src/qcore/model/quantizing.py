@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from ..errors import QcoreWarning, UnsupportedError
 from ..functional.checks import check_module
 from ..nn.base import QuantizedModule
-from ..nn.counterparts import COUNTERPARTS, float_base, quantized, rebuild, why_parent_reads, why_unsupported
+from ..nn.counterparts import (
+    COUNTERPARTS,
+    float_base,
+    is_transposed_linear,
+    quantized,
+    rebuild,
+    why_parent_reads,
+    why_unsupported,
+)
 from ..nn.experts import QuantizedExperts, expert_weights
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.schemes import Scheme
@@ -47,6 +55,8 @@ def quantize_(
     progress: ProgressChoice = None,
 ) -> Report:
     """Quantize a model in place: every `torch.nn.Linear`, `Conv2d` and `Embedding` becomes its quantized counterpart.
+
+    So does transformers' ``Conv1D``, the transposed linear layer of GPT-2.
 
     **Arguments:**
 
@@ -98,6 +108,11 @@ def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
     for done, batch in enumerate(batches):
         tell(done, total, "")
         yield batch
+
+
+def _lies_otherwise(module: nn.Module | None) -> bool:
+    """Whether the weight of a layer lies in memory otherwise than that of a linear layer or an embedding."""
+    return module is not None and (isinstance(module, nn.Conv2d) or is_transposed_linear(module))
 
 
 class ModelPlan:
@@ -174,11 +189,11 @@ class ModelPlan:
 
     def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
         outside = [layer for layer in layers if layer not in self.schemes]
-        convolutions = any(isinstance(self.layers.get(layer), nn.Conv2d) for layer in layers)
+        convolutions = any(map(_lies_otherwise, (self.layers.get(layer) for layer in layers)))
         if not outside and not convolutions:
             ties.update(dict.fromkeys(layers, layers[0]))
             return
-        why = "which stays float" if outside else "and convolutions cannot share a quantized weight"
+        why = "which stays float" if outside else "and convolutions and Conv1D cannot share a quantized weight"
         for layer in [layer for layer in layers if layer in self.schemes]:
             other = next(name for name in (outside or layers) if name != layer)
             reason = f"its weight is tied to {other!r}, {why}; treat both alike, or untie them"

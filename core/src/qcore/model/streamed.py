@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from ..errors import FormatError
-from ..nn.counterparts import rebuild
+from ..nn.counterparts import is_transposed_linear, quantize_transposed, rebuild
 from ..nn.experts import QuantizedExperts, expert_weights
 from ..nn.grouped_linear import QuantizedGroupedLinear, quantize_experts
 from ..resolving.binding import WeightStore
@@ -67,14 +67,19 @@ class StreamedPlan:
             transposed = getattr(self._plan.layers[layer], "is_transposed", False)
             weight = quantize_experts(value.transpose(1, 2) if transposed else value, scheme, name)
         else:
-            flat = value.permute(0, 2, 3, 1).flatten(1) if value.dim() == 4 else value  # of a convolution
-            weight = quantize(flat, scheme.weight, scheme.quantizer, name=name)
+            weight = self._quantized(layer, value, scheme, name)
         self._weights[self._owner(name)] = weight
         first = self._plan.ties.get(layer, layer)
         tied = {other for other, group in self._plan.ties.items() if group == first} | {layer}
         done = {f"{other}.{which}" for other in tied} & self.parameters
         self.taken |= done
         return done
+
+    def _quantized(self, layer: str, value: Tensor, scheme: Scheme, name: str) -> QTensor:
+        if is_transposed_linear(self._plan.layers[layer]):
+            return quantize_transposed(value, scheme, name)
+        flat = value.permute(0, 2, 3, 1).flatten(1) if value.dim() == 4 else value  # of a convolution
+        return quantize(flat, scheme.weight, scheme.quantizer, name=name)
 
     def _owner(self, name: str) -> str:
         layer, _, which = name.rpartition(".")

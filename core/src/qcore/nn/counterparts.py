@@ -16,6 +16,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..contracts.grouped import is_for_experts
 from ..errors import FormatError
 from ..resolving.binding import WeightStore
+from ..weights.qtensor import QTensor
+from ..weights.quantizers import quantize
 from ..weights.schemes import Scheme
 from .base import QuantizedModule, adopt
 from .conv2d import QuantizedConv2d
@@ -41,8 +43,21 @@ def quantized(
     """Quantize a float module: its counterpart, with the module's bias, mode and hooks."""
     if expert_weights(module):
         return QuantizedExperts.from_float(module, scheme, name=name)
+    if is_transposed_linear(module):
+        weight = quantize_transposed(module.get_parameter("weight"), scheme, name, moments)
+        return rebuild(module, WeightStore(weight), scheme)
     made: QuantizedModule = COUNTERPARTS[float_base(module)].from_float(module, scheme, name=name, moments=moments)
     return made
+
+
+def quantize_transposed(weight: Tensor, scheme: Scheme, name: str, moments: Tensor | None = None) -> QTensor:
+    """Quantize the weight ``(K, N)`` of a transposed linear layer as ``(N, K)``.
+
+    It names no quantizer: in a checkpoint that tells it from a matrix that was quantized as it was, ``(K, N)``, since
+    the form of a square one does not.
+    """
+    made = quantize(weight.t().contiguous(), scheme.weight, scheme.quantizer, moments=moments, name=name)
+    return made.derived(quantizer=None)
 
 
 def float_base(module: nn.Module) -> type[nn.Module]:
@@ -64,6 +79,8 @@ def why_unsupported(module: nn.Module) -> str:
     """Return why a module has no quantized counterpart, or an empty string if it has one."""
     kind = type(module).__name__
     base: Any = next((base for base in COUNTERPARTS if isinstance(module, base)), None)
+    if is_transposed_linear(module):
+        base = type(module)
     if base is None and expert_weights(module):
         return why_not_experts(module)
     if base is None:
