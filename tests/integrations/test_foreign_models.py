@@ -114,16 +114,25 @@ def test_conv1d_of_gpt2_quantized_here(tmp_path):
         assert type(loaded.transformer.h[0].attn.c_attn) is qcore.nn.QuantizedLinear
 
 
-def test_conv1d_of_gpt2_quantized_by_the_command_line(tmp_path):
-    """Without the model, the matrix is quantized as the file has it."""
+@pytest.mark.parametrize("config", [True, False])
+def test_conv1d_of_gpt2_quantized_by_the_command_line(config, tmp_path):
+    """Without the model, config.json tells which matrices are (K, N); without it, they are quantized as they are."""
     sizes = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=4, n_positions=32)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(sizes).eval()
     model.save_pretrained(tmp_path / "float")
+    if not config:
+        (tmp_path / "float" / "config.json").unlink()
     qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w8a16")
     loaded = transformers.GPT2LMHeadModel(sizes).eval()
-    qcore.load_(loaded, tmp_path / "own")
+    report = qcore.load_(loaded, tmp_path / "own")
+    assert report["transformer.h.0.attn.c_proj"].state == ("quantized" if config else "float")
     ids = torch.arange(20).reshape(2, 10)
     with torch.no_grad():
         found, wanted = loaded(ids).logits, model(ids).logits
-    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+        assert float((found - wanted).norm() / wanted.norm()) < 0.02
+        if config:
+            again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "own")
+            qcore.quantize_(model, "w8a16")
+            assert torch.equal(found, model(ids).logits)
+            assert torch.equal(found, again(ids).logits)

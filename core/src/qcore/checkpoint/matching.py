@@ -119,8 +119,8 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
 def _holds_linear(record: Record, module: nn.Module) -> bool:
     """Whether the weight of a Conv1D is stored as that of a linear layer, (N, K), as `quantize_` and other tools do.
 
-    `quantize_checkpoint` quantizes the matrix of a float file as it is, (K, N), and alone notes a quantizer: a square
-    weight looks the same in both forms.
+    `quantize_checkpoint` quantizes the matrix of a float file as it is, (K, N), where no config.json tells of a Conv1D,
+    and then alone notes a quantizer: a square weight looks the same in both forms.
     """
     if record.shape != weight_shape(module):
         return False

@@ -45,6 +45,9 @@ _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
     *(".onnx", ".onnx_data", ".data", ".gguf", ".ot", ".tflite"),
 }
+_WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_CONV1D = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+"""Models of transformers with transposed linear layers, whose float weights are (K, N), and the names of these."""
 _SIDE_FILE = re.compile(
     r".*\.(json|jinja|model|tiktoken|spm|bpe|vocab)|(merges|vocab|special_tokens)\.txt|(README|USE_POLICY|LICENSE|NOTICE).*"
     r"|(modeling|configuration|tokenization|processing|image_processing|feature_extraction)_\w+\.py"
@@ -113,7 +116,7 @@ def quantize_checkpoint(
         _check_float(archive)
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
         plan.take_routers(archive.entries)
-        run = _QuantizeRun(archive, plan, tell)
+        run = _QuantizeRun(archive, plan, tell, str(model_config(source).get("model_type")) in _WITH_CONV1D)
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
@@ -229,8 +232,8 @@ def _why_refused(entry: Entry) -> str:
 class _QuantizeRun:
     """One run of `quantize_checkpoint`: creates the units, collects the report and reports progress."""
 
-    def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress) -> None:
-        self.archive, self.plan, self.tell = archive, plan, tell
+    def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress, conv1d: bool) -> None:
+        self.archive, self.plan, self.tell, self.conv1d = archive, plan, tell, conv1d
         self.rows: list[TensorReport] = []
         self.total = sum(entry.nbytes for entry in archive.entries.values())
         self.done = 0
@@ -254,14 +257,18 @@ class _QuantizeRun:
         return Unit(entry.name, specs, lambda: [rounded(self._read(entry), dtype, entry.name)])
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
-        n, k = entry.shape[0], math.prod(entry.shape[1:])
+        transposed = self.conv1d and _CONV1D.search(entry.name) is not None and len(entry.shape) == 2
+        n, k = entry.shape[::-1] if transposed else (entry.shape[0], math.prod(entry.shape[1:]))
         stored = self.plan.dtype or (entry.dtype if entry.dtype in FLOAT_SCALES else torch.float32)
         described = parts(scheme.weight, n, k, stored)
         specs = tuple(TensorSpec(f"{entry.name}.{part.name}", part.dtype, part.shape) for part in described)
-        record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())
+        quantizer = None if transposed else scheme.quantizer  # as `quantize_transposed` says
+        record = Record(entry.name, scheme.weight, (n, k), quantizer, scheme.blank())
 
         def fetch() -> Sequence[Tensor]:
-            return list(self._quantize(self._read(entry), scheme, stored, entry.name).tensors().values())
+            value = self._read(entry)
+            dense = value.t().contiguous() if transposed else value
+            return list(self._quantize(dense, scheme, stored, entry.name).tensors().values())
 
         return Unit(entry.name, specs, fetch, record)
 
