@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qcore.errors import FormatError
+from qcore.errors import FormatError, QcoreWarning
 from qcore.formats import Format, ZeroPoint
 from qcore.weights.quantizers import NEEDS_MOMENTS, QUANTIZERS, checked_quantizer, default_quantizer, quantize
 
@@ -48,20 +48,18 @@ def expected_group(w: np.ndarray, fmt: Format, quantizer: str, dtype: torch.dtyp
     return np.clip(np.round((w - z) / s), low, high).astype(int).tolist(), s, z
 
 
-@pytest.mark.parametrize("largest", [1e-2, 1e-3, 1e-4, 1e-5, 2e-6])
-@pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int4-g32", "int4-g32-asym", "int4-g32-fzp", "nf4-g32", "fp8"])
-def test_small_weights_of_float16(fmt, largest):
-    """Their scales are below float16's normal numbers: with the least of these, nearly no codes would be left."""
-    torch.manual_seed(0)
-    weight = torch.empty(16, 64).uniform_(-largest, largest).half()
-    found, wide = quantize(weight, fmt), quantize(weight.float(), fmt)
-    errors = [(w.dequantize(torch.float32) - weight.float()).square().sum() for w in (found, wide)]
-    assert errors[0] <= 1.2 * errors[1]
-    assert quantize(weight, fmt, scale_dtype=torch.float16).scale.dtype == torch.float16
+@pytest.mark.parametrize("fmt", ["int8", "int4-g32-asym", "nf4-g32"])
+def test_weights_too_small_for_scales_in_float16_are_warned_of(fmt):
+    weight = torch.empty(16, 64).uniform_(-1e-5, 1e-5).half()
+    with pytest.warns(QcoreWarning, match=r"up.weight: 100% of its weights are too small.*\n.*scale_dtype"):
+        quantize(weight, fmt, name="up.weight")
+    assert quantize(weight, fmt, scale_dtype=torch.float16).scale.dtype == torch.float16  # asked for
+    wide = quantize(weight, fmt, scale_dtype=torch.float32)
+    assert float((wide.dequantize() - weight).norm() / weight.float().norm()) < 0.15
 
 
-def test_dead_rows_keep_scales_in_float16():
-    weight = torch.randn(16, 64).half()
+def test_a_few_dead_rows_are_not_warned_of():
+    weight = torch.randn(400, 64).half()
     weight[3:5] *= 1e-5
     weight[7] = 0
     assert quantize(weight, "int8").scale.dtype == torch.float16

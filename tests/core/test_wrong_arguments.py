@@ -1,5 +1,6 @@
 """Arguments of a wrong type or value: an error of qcore that names the argument, not one of torch from within."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ LINEAR = nn.Linear(4, 4)
 
 @pytest.mark.parametrize(("arguments", "named"), [
     ({"dtype": "float32"}, "dtype is 'float32'"), ({"dtype": torch.int8}, "dtype is torch.int8"),
+    ({"dtype": torch.float8_e4m3fn}, "dtype is torch.float8"),
     ({"n": -1}, "n is -1"), ({"k": 64.0}, "k is 64.0"), ({"n": None}, "n is None"), ({"rows": "x"}, "rows is 'x'"),
     ({"k": True}, "k is True"), ({"device": "cudda"}, "device is 'cudda'"), ({"device": 3.5}, "device is 3.5"),
 ])  # fmt: skip
@@ -19,6 +21,20 @@ def test_explain_names_the_argument_and_blames_no_kernel(arguments, named):
     with pytest.raises(FormatError, match=named):
         qcore.explain("w8a16", **arguments)
     assert qcore.explain("w8a16", n=64, k=64).kernel is not None
+
+
+def test_explain_takes_any_integer():
+    assert qcore.explain("w8a16", n=np.int64(64), k=64, rows=np.int32(4)).kernel is not None
+
+
+def test_calibration_takes_what_can_be_indexed():
+    class Batches:
+        def __getitem__(self, i):
+            return torch.randn(2, 4) if i < 2 else [][i]
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    qcore.quantize_(model, "w8a8-static", calibration=Batches())
+    assert isinstance(model[0], qcore.nn.QuantizedLinear)
 
 
 @pytest.mark.parametrize(("call", "error", "named"), [

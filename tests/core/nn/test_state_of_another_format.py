@@ -46,6 +46,12 @@ def test_the_same_format_is_taken_whatever_the_activations(scheme):
     assert torch.equal(target.weight.dequantize(), source.weight.dequantize())
 
 
+def test_groups_as_long_as_a_row_are_rows():
+    source, target = layer("w8a16-g128"), layer("w8a16")
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target.weight.dequantize(), source.weight.dequantize())
+
+
 def test_a_plain_dict_has_no_format_and_is_taken():
     source, target = layer("w4a16-g64"), layer("w4a16-g64")
     target.load_state_dict(dict(source.state_dict().items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -245,15 +246,18 @@ def _slot_problems(found: Match, archive: Archive) -> Iterator[str]:
 
 def _check_scaled(found: Match, archive: Archive) -> None:
     """Raise for 8-bit floats that a model would take for weights, although a scale belongs to each of them."""
-    scales = [name for name in found.unexpected if "scale" in name.rpartition(".")[2]]
+    scales = sorted(name for name in found.unexpected if "scale" in name.rpartition(".")[2])
+    of_layer = {name.rpartition(".")[0]: name for name in reversed(scales)}
     for name in found.plain if scales else ():
         entry = archive.entry(name)
         if entry.dtype == found.slots[name].dtype or entry.dtype not in FLOAT_CODES:
             continue
-        layer = name.rpartition(".")[0]
         # Whatever a tool calls it: a parameter of the same layer, or a part of this one.
-        own = (one for one in scales if one.rpartition(".")[0] == layer or one.startswith((f"{name}_", f"{name}.")))
-        scale = next(own, None)
+        scale = of_layer.get(name.rpartition(".")[0])
+        for start in (f"{name}.", f"{name}_"):
+            following = bisect.bisect_left(scales, start)
+            if scale is None and following < len(scales) and scales[following].startswith(start):
+                scale = scales[following]
         if scale is not None:
             what = f"it is {dtype_name(entry.dtype)} and {shown(scale)!r} its scale, but no settings say how to use it."
             remedy = "Put the config.json of the checkpoint beside it: its quantization_config names the tool."

@@ -18,16 +18,17 @@ from .gguf_archive import gguf_file_of, open_gguf
 from .header import Entry, file_error, readable, shown
 from .imported import ImportedArchive
 from .importers.base import Plan, Source
+from .importers.configured_shapes import TEXT_CONFIGS
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
 from .renaming import renamed
 from .values import FLOAT_CODES
 
 _OWN = "qcore"
-_MLX = torch.uint32
-_SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.safetensors$")
+_MLX, _WORDS = torch.uint32, torch.int32
+_SHARD = re.compile(r"-[0-9]+-of-([0-9]{1,9})\.safetensors$")
 _INTEGER_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32)
-_TEXT, _SETTINGS, _MOST_MODELS = "text_config", ("quantization_config", "compression_config"), 32
+_SETTINGS, _MOST_MODELS = ("quantization_config", "compression_config"), 32
 _CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
 """The last parts of the names under which tools store codes."""
 
@@ -73,10 +74,12 @@ def imported(archive: Archive) -> Archive:
 
 
 def _refuse_one_shard(archive: Archive, plan: Plan) -> None:
-    """Raise if layers cannot be read because the rest of them is in other files."""
-    if plan.refused and archive.path.is_file() and _SHARD.search(archive.path.name):
-        what = f"it is one of several files of a checkpoint, and {quoted(next(iter(plan.refused)))} is not whole in it."
-        raise file_error(archive.path, what, "Pass the directory.")
+    """Raise if layers may not be read because the rest of them is in other files."""
+    number = _SHARD.search(archive.path.name) if archive.path.is_file() else None
+    if plan.refused and number is not None and int(number[1]) > 1:
+        layer, reason = next(iter(plan.refused.items()))
+        what = f"it is one of several files of a checkpoint, and {quoted(layer)} cannot be read from it: {reason}."
+        raise file_error(archive.path, what, "Pass the directory, if the rest of the layer is in another file.")
 
 
 def _refuse_unnamed(source: Source) -> None:
@@ -88,6 +91,8 @@ def _refuse_unnamed(source: Source) -> None:
         what = f"it is quantized by MLX ({shown(layer)!r} has codes in words of uint32), which qcore does not read."
         raise file_error(source.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
     for layer in source.layers("qweight", "scales"):
+        if source.entries[f"{layer}.qweight"].dtype != _WORDS:
+            continue
         what = f"{shown(layer)!r} has codes as GPTQ and AWQ store them, but its config.json names no tool."
         remedy = 'Put the config.json of the checkpoint beside it: its quantization_config has a "quant_method".'
         raise file_error(source.path, what, remedy)
@@ -124,9 +129,9 @@ def _warn(path: Path, plan: Plan) -> None:
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The ``quantization_config`` of a model, or of the text model in a model of several modalities."""
-    places = [config]
-    for place in places:  # the configuration itself, then those in it, then theirs
-        inner = (place[key] for key in sorted(place, key=_TEXT.__ne__) if key.endswith("_config"))
+    places: list[Any] = [config]
+    for place in places:  # the configuration itself, then those of text in it, then theirs
+        inner = (place.get(name) for name in TEXT_CONFIGS if isinstance(place, dict))
         places += [one for one in inner if isinstance(one, dict)][: _MOST_MODELS - len(places)]
     found = (place.get(key) for place in places for key in _SETTINGS)
     return next((settings for settings in found if settings and isinstance(settings, dict)), {})

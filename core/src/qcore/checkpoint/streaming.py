@@ -49,11 +49,15 @@ _WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _CONV1D = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
 """Models of transformers with transposed linear layers, whose float weights are (K, N), and the names of these."""
 _SIDE_FILE = re.compile(
-    r".*\.(json|jinja|model|tiktoken|spm|bpe|vocab)|(merges|vocab|special_tokens)\.txt|(README|USE_POLICY|LICENSE|NOTICE).*"
-    r"|(modeling|configuration|tokenization|processing|image_processing|feature_extraction)_\w+\.py"
+    r".*\.(json|jinja|model|tiktoken|spm|bpe|vocab|codes|png|jpe?g|svg|webp|gif|pyc)|(merges|vocab|special_tokens|dict)\.txt"
+    r"|(README|LICEN[SC]E|NOTICE|COPYING|CITATION|MODEL_CARD|USE_POLICY|THIRD_PARTY|\w*TERMS).*"
+    r"|(modeling|configuration|tokenization|(image_|video_)?processing|feature_extraction)_\w+\.py|\w*generation_utils\.py"
+    r"|(quantization|cpp_kernels|handler|zero_to_fp32)\.py|(config|recipe)\.yaml|quant_log\.csv|Modelfile|latest"
+    r"|events\.out\.tfevents.*",
+    re.IGNORECASE,
 )
 """Names of files that checkpoints have beside their weights."""
-_HIDDEN = {".gitattributes", ".gitignore", ".cache", ".huggingface", ".locks", ".DS_Store"}
+_HIDDEN = {".gitattributes", ".gitignore", ".cache", ".huggingface", ".locks", ".DS_Store", ".msc", ".mv", ".mdl"}
 """What downloads leave beside a checkpoint."""
 
 
@@ -268,17 +272,17 @@ class _QuantizeRun:
         def fetch() -> Sequence[Tensor]:
             value = self._read(entry)
             dense = value.t().contiguous() if transposed else value
-            return list(self._quantize(dense, scheme, stored, entry.name).tensors().values())
+            return list(self._quantize(dense, scheme, entry.name).tensors().values())
 
         return Unit(entry.name, specs, fetch, record)
 
     def _read(self, entry: Entry) -> Tensor:
         return self.archive.read(entry.name)
 
-    def _quantize(self, weight: Tensor, scheme: Scheme, stored: torch.dtype, name: str) -> QTensor:
+    def _quantize(self, weight: Tensor, scheme: Scheme, name: str) -> QTensor:
         flat = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
         try:
-            return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=stored, name=name)
+            return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=self.plan.dtype, name=name)
         except FormatError as error:
             raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
 

@@ -134,10 +134,11 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
     if callable(calibration):
         calibration(model)
         return
-    batches: Any = calibration
-    if not isinstance(batches, Iterable):
+    try:
+        batches = iter(calibration)
+    except TypeError:
         what = f"calibration is {calibration!r}; it must be batches or a function of the model."
-        raise FormatError(f"{what}\nPut a single batch into a list: calibration=[batch].")
+        raise FormatError(f"{what}\nPut a single batch into a list: calibration=[batch].") from None
     for batch in batches:
         if isinstance(batch, Mapping):
             model(**batch)

@@ -420,7 +420,7 @@ class QuantizedModule(nn.Module):
         try:
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
             scheme = self._scheme_with(found, prefix)
-            state_notes.check_format(notes, store.format)
+            state_notes.check_format(notes, store.format, store.shape[-1])
         except FormatError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return

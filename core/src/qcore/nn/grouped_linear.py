@@ -87,12 +87,5 @@ class QuantizedGroupedLinear(QuantizedModule):
 
 def quantize_experts(weight: Tensor, scheme: Scheme, name: str) -> QTensor:
     """Quantize a dense weight ``(E, N, K)``, expert by expert. Raises `FormatError` for NaN or Inf, naming ``name``."""
-
-    def each(dtype: torch.dtype | None = None) -> list[QTensor]:
-        names = (f"{name}[{e}]" for e in range(len(weight)))
-        pairs = zip(weight, names, strict=True)
-        return [quantize(w, scheme.weight, scheme.quantizer, scale_dtype=dtype, name=of) for w, of in pairs]
-
-    made = each()
-    # Scales of some experts alone may be too small for float16.
-    return QTensor.stack(made if len({one.scale.dtype for one in made}) == 1 else each(torch.float32))
+    made = [quantize(w, scheme.weight, scheme.quantizer, name=f"{name}[{e}]") for e, w in enumerate(weight)]
+    return QTensor.stack(made)

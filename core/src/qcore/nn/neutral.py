@@ -188,7 +188,7 @@ class NeutralLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         try:
-            state_notes.check_format(local_metadata, self.weight.format)
+            state_notes.check_format(local_metadata, self.weight.format, self.weight.shape[-1])
         except FormatError as error:
             args[-1].append(f"{prefix}weight: {error}")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import FormatError
@@ -28,16 +29,26 @@ def describe(
         notes[_KEY] = {**described, **order, "scheme": str(scheme.blank())}
 
 
-def check_format(notes: Mapping[str, Any], format: Format) -> None:
+def check_format(notes: Mapping[str, Any], format: Format, k: int) -> None:
     """Raise `FormatError` if a layer cannot take the weight that its metadata describe; they may be missing.
 
     Codes of 4 bits have the same dtypes and shapes whatever they stand for.
     """
     described = notes.get(_KEY)
     given = described.get("format") if isinstance(described, Mapping) else None
-    if not isinstance(given, str) or given == str(format):
+    if not isinstance(given, str) or given == str(format) or _of_whole_rows(given, k) == _of_whole_rows(str(format), k):
         return
     raise FormatError(
         f"the state dict has a weight of the format {given[:100]!r}, and this layer {str(format)!r}. Quantize the "
         f"model as that one was, or save it with qcore.save and load it with qcore.load_."
     )
+
+
+def _of_whole_rows(text: str, k: int) -> Format | None:
+    """A format whose groups are rows if they are not smaller; None if it is not known here."""
+    try:
+        format = Format.parse(text)
+    except FormatError:
+        return None
+    size = format.group_size
+    return replace(format, group_size=None) if size is not None and size >= k else format

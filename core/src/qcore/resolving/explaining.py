@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 
 from ..contracts import CONTRACTS, Request
+from ..contracts.base import FLOAT_DTYPES
 from ..errors import FormatError, did_you_mean
 from ..runtime import settings
 from ..weights.schemes import Scheme
@@ -70,14 +72,14 @@ def _checked_device(device: Any) -> torch.device:
         raise FormatError(f"device is {device!r}; it must be one of torch's, such as 'cpu' or 'cuda:0'.") from None
 
 
-def _check_arguments(dtype: object, **sizes: int | None) -> None:
+def _check_arguments(dtype: object, **sizes: object) -> None:
     """Raise `FormatError` for what no layer has: its error would count as one of the kernels."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype not in (*FLOAT_DTYPES, torch.float64):
         raise FormatError(f"dtype is {dtype!r}; it must be a torch.dtype of floats, such as torch.bfloat16.")
     for name, size in sizes.items():
         if size is None and name == "rows":
             continue
-        if type(size) is not int or size < 0:
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 0:
             raise FormatError(f"{name} is {size!r}; it must be an integer from 0 on.")
 
 

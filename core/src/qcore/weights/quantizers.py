@@ -26,13 +26,14 @@ codes round half to even. An all-zero group dequantizes to exact zero.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import FormatError, QcoreWarning
 from ..formats import FLOAT_SCALES, Format, ScaleType, ZeroPoint
 from ..formats.bits import has_values, raw
 from .gptq import Order, compensate
@@ -49,8 +50,8 @@ _CHUNK_ELEMENTS = 1 << 19
 _LARGE_CHUNK_ELEMENTS = 1 << 24
 """The same for ``gptq``, whose passes are over single columns, and for accelerators: if columns were short, the calls
 would cost more than the work."""
-_LEAST_HALF, _FLOORED = torch.finfo(torch.float16).smallest_normal, 1.1
-"""The least scale in float16, and the growth of the squared error from which on scales are float32 instead."""
+_LEAST_HALF, _MOST_FLOORED = torch.finfo(torch.float16).smallest_normal, 0.01
+"""The least scale in float16, and the share of scales at it from which on a warning says so."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def quantize(
     - ``format``: a `Format` or its text, e.g. ``"int4-g128-asym/plain"``.
     - ``quantizer``: a name from `QUANTIZERS`; default ``mse`` for 4 bits, ``absmax`` or ``minmax`` for 8.
     - ``moments``: for ``awq`` and ``gptq``: float ``(K, K)``, the sum of ``x x^T`` over the inputs x of the layer.
-    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64, and for weights
-      so small that scales in float16, whose least normal number is 6e-5, would cost accuracy).
+    - ``scale_dtype``: float32, bfloat16 or float16; default the weight's dtype (float32 for float64). Scales in float16
+      are 6e-5 or more, its least normal number; a `QcoreWarning` says if that costs accuracy and was not asked for.
     - ``name``: the name of the tensor in errors.
 
     Raises `FormatError` for NaN or Inf in the weight, a wrong shape or dtype, a quantizer that does not support the
@@ -142,29 +143,6 @@ def quantize(
     _check_weight(weight, stored, name)
     weight = weight.detach()
     moments = _checked_moments(weight, chosen, moments, name)
-    found = _quantized(weight, fmt, chosen, stored, moments, name)
-    if scale_dtype is None and _is_floored(found):
-        wide = _quantized(weight, fmt, chosen, torch.float32, moments, name)
-        return wide if _squared_error(found, weight) > _FLOORED * _squared_error(wide, weight) else found
-    return found
-
-
-def _is_floored(weight: QTensor) -> bool:
-    """Whether scales in float16 are at the least that is stored."""
-    scale = weight.scale
-    return scale.dtype == torch.float16 and has_values(scale) and bool((scale == _LEAST_HALF).any())
-
-
-def _squared_error(found: QTensor, weight: Tensor) -> float:
-    rows = max(1, _LARGE_CHUNK_ELEMENTS // max(1, weight.shape[1]))
-    dense = found.dequantize(torch.float32)
-    chunks = zip(torch.split(dense, rows), torch.split(weight, rows), strict=True)
-    return sum(float((a - b.float()).square().sum(dtype=torch.float64)) for a, b in chunks)
-
-
-def _quantized(
-    weight: Tensor, fmt: Format, chosen: str, stored: torch.dtype, moments: Tensor | None, name: str
-) -> QTensor:
     if chosen not in _QUANTIZERS:
         return _by_plugin(weight, fmt, chosen, stored, moments, name)
     with torch.no_grad():
@@ -176,7 +154,20 @@ def _quantized(
     scale = _across([part[1] for part in parts])
     zeros = [part[2] for part in parts if part[2] is not None]
     zero = _across(zeros) if zeros else None
+    if scale_dtype is None and stored is torch.float16:
+        _warn_of_floored(scale, name)
     return QTensor.from_codes(codes, scale, zero, fmt, chosen, global_scale=target.global_scale)
+
+
+def _warn_of_floored(scale: Tensor, name: str) -> None:
+    """Say that weights are too small for scales in float16: most of their codes would be 0."""
+    if scale.dtype != torch.float16 or not has_values(scale) or not scale.numel():
+        return
+    share = float((scale == _LEAST_HALF).float().mean())
+    if share > _MOST_FLOORED:
+        what = f"{name}: {share:.0%} of its weights are too small for scales in float16, which costs accuracy."
+        remedy = "Quantize a float32 or bfloat16 model, or this weight with scale_dtype=torch.float32."
+        warnings.warn(f"{what}\n{remedy}", QcoreWarning, stacklevel=3)
 
 
 def _across(rows: list[Tensor]) -> Tensor:
@@ -188,7 +179,8 @@ def _check_dense(weight: object, name: str) -> None:
     if not isinstance(weight, Tensor):
         raise FormatError(f"cannot quantize {name}: it must be a torch.Tensor, not a {type(weight).__name__}.")
     if weight.is_nested or weight.layout is not torch.strided:
-        raise FormatError(f"cannot quantize {name}: its layout is {weight.layout}.\nPass a dense one: to_dense().")
+        kind = "it is nested" if weight.is_nested else f"its layout is {weight.layout}"
+        raise FormatError(f"cannot quantize {name}: {kind}.\nPass a dense tensor: to_dense(), or its parts one by one.")
 
 
 def _check_weight(weight: Tensor, scale_dtype: torch.dtype, name: str) -> None:

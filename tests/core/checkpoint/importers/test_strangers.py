@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from foreign_layers import FrozenLayer, edited, frozen
+from torch import nn
 
 import qcore
 from qcore import CheckpointError
@@ -34,6 +35,7 @@ def changed(case, change):
     (4096, 32, (), 128), (4096, 32, (64,), 128), (4096, 1, (-1,), None), (104, 4, (32,), 32), (104, 4, (64, 32), 32),
     (320, 3, (128,), 128), (96, 2, (48,), 48), (96, 3, (), 32), (5120, 40, (-1,), 128), (11008, 86, (), 128),
     (7168, 56, (64,), 128), (40, 1, (128,), None), (48, 1, (32,), 48),
+    (4096, 1, (-1, 128), None), (4096, 1, (0, 128), None),
 ])  # fmt: skip
 def test_a_group_size_that_fits(k, groups, wanted, size):
     assert group_size(k, groups, *wanted) == size
@@ -74,6 +76,26 @@ def test_codes_that_no_settings_name(case, strict, tmp_path):
     layer = changed(case, lambda config: {})
     with pytest.raises(CheckpointError, match=r"codes as GPTQ and AWQ store them.*\n.*quant_method"):
         qcore.load_(layer.model(), layer.write(tmp_path), strict=strict)
+
+
+def test_float_parameters_of_these_names_are_floats(tmp_path):
+    def model():
+        return nn.ParameterDict({"qweight": nn.Parameter(torch.randn(4, 4)), "scales": nn.Parameter(torch.randn(4))})
+
+    source, target = model(), model()
+    qcore.save(source, tmp_path / "m.safetensors")
+    qcore.load_(target, tmp_path / "m.safetensors")
+    assert torch.equal(target["qweight"], source["qweight"])
+
+
+@pytest.mark.parametrize("part", ["vision_config", "draft_config", "audio_config"])
+def test_settings_of_another_part_are_not_those_of_the_text_model(part, tmp_path):
+    other = {part: {"quantization_config": {"quant_method": "higgs"}}}
+    layer = changed("gptq_4_asym_v1_desc", lambda config: {**other, "thinker_config": {"text_config": config}})
+    assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))
+    qcore.save(nn.Linear(4, 4), tmp_path / "float")
+    (tmp_path / "float" / "config.json").write_text(json.dumps(other))
+    qcore.load_(nn.Linear(4, 4), tmp_path / "float")
 
 
 def test_mlx_is_named(tmp_path):

@@ -22,7 +22,17 @@ from ...formats import ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import file_error
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, group_size, int_format, plan_layers
+from .base import (
+    USUAL_GROUPS,
+    ForeignWeight,
+    LayerRefused,
+    Plan,
+    Read,
+    Source,
+    group_size,
+    int_format,
+    plan_layers,
+)
 from .gptq import AUTO_ROUND, group_sizes, packing_format
 from .packing import SIGN_OF_NIBBLES, signed, unpack_words
 from .turning import turned_awq
@@ -103,15 +113,16 @@ def _plan_gemv(source: Source, wanted: tuple[int, ...], layer: str, plan: Plan) 
     names, shapes = _parts(source, layer)
     (n, words), (rows, stored) = shapes["qweight"], shapes["scales"]
     k = 8 * words
-    size = wanted[0] if 0 < wanted[0] < k else None
+    named = next((size for size in wanted if size), -1)
+    size = named if 0 < named < k else None
     groups = -(-k // size) if size else 1
     zeros = shapes.get("qzeros", (n, -(-groups // 8)))
     if rows != n or stored < groups or zeros[0] != n or 8 * zeros[1] < groups:
         raise LayerRefused(f"its tensors have shapes {shapes}, which are inconsistent")
-    used = source.read(names["scales"]).any(dim=0)  # the others are padding, which says nothing of their number
-    if not bool(used[groups - 1]) or bool(used[groups:].any()):
-        found = int(used.sum())
-        raise LayerRefused(f"its rows have {found} scales, which is not {k} columns by a group_size of {size or k}")
+    used = 1 + max(source.read(names["scales"]).any(dim=0).nonzero().flatten().tolist(), default=groups - 1)
+    # Zeros fill up words. Fewer scales than groups may be those of a last group of zeros, unless another size fits.
+    if used > groups or (used < groups and k % used == 0 and k // used in USUAL_GROUPS):
+        raise LayerRefused(f"its rows have {used} scales, which is not {k} columns by a group_size of {size or k}")
     zero = None
     if "qzeros" in names:
         zero = _zero(unpack_words(source.read(names["qzeros"]), 4, groups, dim=1).t())

@@ -28,7 +28,7 @@ Read = Callable[[str], Tensor]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_DESCRIPTION = 64
 """The maximum bytes of a tensor that describes a layer."""
-_USUAL_GROUPS = tuple(1 << i for i in range(3, 15))
+USUAL_GROUPS = tuple(1 << i for i in range(3, 15))
 """Columns per scale that tools use."""
 
 
@@ -227,14 +227,14 @@ def group_size(k: int, groups: int, *wanted: int | None) -> int | None:
     fits, groups are taken to be K / G columns each, unless the last one may be shorter. Raises `LayerRefused` if no
     size gives G groups, or several do.
     """
-    if groups == 1 and not any(size and 0 < size < k for size in wanted):
+    if groups == 1 and not (wanted and wanted[0] and 0 < wanted[0] < k):
         return None
     for size in wanted:
         if size and size > 0 and -(-k // size) == groups:
             return size
     if groups < 1 or -(-k // -(-k // groups)) != groups:
         raise LayerRefused(f"{k} columns cannot be split into {groups} groups of one size")
-    usual = [size for size in _USUAL_GROUPS if groups > 1 and size * groups != k and -(-k // size) == groups]
+    usual = [size for size in USUAL_GROUPS if groups > 1 and size * groups != k and -(-k // size) == groups]
     if k % groups or usual:
         sizes = f"such as {k // groups} or {usual[0]} columns" if usual and not k % groups else "of several sizes"
         why = "and its settings contain no group_size that fits"

@@ -6,11 +6,16 @@ several kinds have the same name, such as experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NOT_TEXT = ("vision", "visual", "image", "audio", "speech", "encoder")
-"""Parts of names of models beside that of text, which the configuration describes elsewhere."""
+_NOT_TEXT = re.compile(r"visi|visual|image|audio|speech|vit$|clip|tower|project|connector|aligner|resampler")
+"""In parts of names of models beside that of text, which the configuration describes elsewhere."""
+_USUAL = re.compile(r"((model|language_model|transformer|decoder|encoder|gpt_neox)\.)*((layers|h|blocks)\.[0-9]+\..*)?")
+"""Layers of usual models of text: K is as usual even if N is not."""
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Names of the configuration of the text model in one of several modalities."""
 
 
 def shapes_by_name(config: Mapping[str, Any], layer: str, count: int) -> set[tuple[int, int]]:
@@ -19,11 +24,19 @@ def shapes_by_name(config: Mapping[str, Any], layer: str, count: int) -> set[tup
     ``config``: the values of ``config.json``; ``layer``: such as ``"model.layers.0.self_attn.q_proj"``.
     """
     *path, name = layer.split(".")
-    if name not in _SHAPES or any(word in part for part in path for word in _NOT_TEXT):
+    if name not in _SHAPES or any(map(_NOT_TEXT.search, path)):
         return set()
-    found = _SHAPES[name](_Sizes(config), path)
-    known = {(count // k if n is None else n, k) for n, k in found if k and k > 0}
-    return {(n, k) for n, k in known if n > 0 and n * k == count}
+    sizes = _Sizes(_of_text(config))
+    shapes = [(n, k) for n, k in _SHAPES[name](sizes, path) if k and k > 0]
+    found = {(n, k) for n, k in shapes if n and n > 0 and n * k == count}
+    if found or name in _OUT or not (_USUAL.fullmatch(".".join((*path, ""))) or any(n is None for n, _ in shapes)):
+        return found
+    return {(count // k, k) for _, k in shapes if count and count % k == 0}
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = next((config[name] for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
+    return config if inner is None else _of_text(inner)
 
 
 class _Sizes:
@@ -55,7 +68,8 @@ class _Sizes:
 
     @property
     def kv_heads(self) -> int | None:
-        return self.heads if self["num_key_value_heads"] is None else self["num_key_value_heads"]
+        names = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+        return self.heads if not any(name in self._config for name in names) else self.first(*names)
 
     @property
     def head(self) -> int | None:
@@ -89,6 +103,7 @@ def _times(*values: int | None) -> int | None:
 
 def _query(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield _times(sizes.heads, sizes.head), sizes.hidden
+    yield _times(2, sizes.heads, sizes.head), sizes.hidden  # with a gate
     if sizes.latent_head is not None:
         yield _times(sizes.heads, sizes.latent_head), sizes.hidden
 
@@ -98,8 +113,10 @@ def _key(sizes: _Sizes, _path: list[str]) -> _Shapes:
 
 
 def _joined(sizes: _Sizes, _path: list[str]) -> _Shapes:
-    query, key = _times(sizes.heads, sizes.head), _times(sizes.kv_heads, sizes.head)
-    yield (None if query is None or key is None else query + 2 * key), sizes.hidden
+    query = _times(sizes.heads, sizes.head)
+    for kv_heads in (sizes.kv_heads, 1):  # one in a model of multi-query attention
+        key = _times(kv_heads, sizes.head)
+        yield (None if query is None or key is None else query + 2 * key), sizes.hidden
 
 
 def _attended(sizes: _Sizes, _path: list[str]) -> _Shapes:
@@ -184,3 +201,5 @@ _SHAPES = {
     "q_b_proj": _query_of_latent,
     "kv_b_proj": _key_of_latent,
 }
+_OUT = ("down_proj", "o_proj")
+"""Layers whose K differs from model to model, and whose N is the hidden size."""

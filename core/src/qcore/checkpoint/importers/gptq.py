@@ -114,7 +114,7 @@ class _Settings:
 def group_sizes(source: Source, size: int | None) -> tuple[int, ...]:
     """``size``, that of the settings or None if they have none, and those of single layers."""
     own = dict.fromkeys(layer.get("group_size") for layer in _layer_settings(source))
-    return (USUAL_GROUP if size is None else size, *(size for size in own if type(size) is int))
+    return (size or 0, *([USUAL_GROUP] if size is None else []), *(size for size in own if type(size) is int))
 
 
 def _layer_settings(source: Source) -> Iterator[dict[str, Any]]:
