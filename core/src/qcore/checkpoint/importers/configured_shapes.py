@@ -29,7 +29,7 @@ def shapes_by_name(config: Mapping[str, Any], layer: str, count: int) -> set[tup
     sizes = _Sizes(_of_text(config))
     shapes = [(n, k) for n, k in _SHAPES[name](sizes, path) if k and k > 0]
     found = {(n, k) for n, k in shapes if n and n > 0 and n * k == count}
-    if found or name in _OUT or not (_USUAL.fullmatch(".".join((*path, ""))) or any(n is None for n, _ in shapes)):
+    if found or name in _OUT or not _USUAL.fullmatch(".".join((*path, ""))):
         return found
     return {(count // k, k) for _, k in shapes if count and count % k == 0}
 
@@ -103,7 +103,6 @@ def _times(*values: int | None) -> int | None:
 
 def _query(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield _times(sizes.heads, sizes.head), sizes.hidden
-    yield _times(2, sizes.heads, sizes.head), sizes.hidden  # with a gate
     if sizes.latent_head is not None:
         yield _times(sizes.heads, sizes.latent_head), sizes.hidden
 
