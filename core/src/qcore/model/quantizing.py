@@ -110,9 +110,12 @@ def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
         yield batch
 
 
-def _lies_otherwise(module: nn.Module | None) -> bool:
-    """Whether the weight of a layer lies in memory otherwise than that of a linear layer or an embedding."""
-    return module is not None and (isinstance(module, nn.Conv2d) or is_transposed_linear(module))
+def _kind_that_lies_otherwise(layers: Iterable[nn.Module | None]) -> str:
+    """The kind of a layer whose weight lies otherwise than that of a linear layer or embedding, if one does."""
+    found = [layer for layer in layers if layer is not None]
+    if any(isinstance(layer, nn.Conv2d) for layer in found):
+        return "convolutions"
+    return "Conv1D" if any(map(is_transposed_linear, found)) else ""
 
 
 class ModelPlan:
@@ -189,11 +192,11 @@ class ModelPlan:
 
     def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
         outside = [layer for layer in layers if layer not in self.schemes]
-        convolutions = any(map(_lies_otherwise, (self.layers.get(layer) for layer in layers)))
-        if not outside and not convolutions:
+        kind = _kind_that_lies_otherwise(self.layers.get(layer) for layer in layers)
+        if not outside and not kind:
             ties.update(dict.fromkeys(layers, layers[0]))
             return
-        why = "which stays float" if outside else "and convolutions and Conv1D cannot share a quantized weight"
+        why = "which stays float" if outside else f"and {kind} cannot share a quantized weight"
         for layer in [layer for layer in layers if layer in self.schemes]:
             other = next(name for name in (outside or layers) if name != layer)
             reason = f"its weight is tied to {other!r}, {why}; treat both alike, or untie them"

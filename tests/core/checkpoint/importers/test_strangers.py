@@ -89,7 +89,7 @@ def test_float_parameters_of_these_names_are_floats(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["vision_config", "draft_config", "audio_config"])
-def test_settings_of_another_part_are_not_those_of_the_text_model(part, tmp_path):
+def test_settings_of_another_part_are_not_those_of_text(part, tmp_path):
     other = {part: {"quantization_config": {"quant_method": "higgs"}}}
     layer = changed("gptq_4_asym_v1_desc", lambda config: {**other, "thinker_config": {"text_config": config}})
     assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))
