@@ -33,6 +33,7 @@ def test_the_call_of_the_document():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [-1, 32])
 def test_every_row_of_the_table(block, bits, asymmetric, activation):
+    torch.manual_seed(0)  # of all draws a few are at the border of two codes, which float64 rounds otherwise
     weight, x = torch.randn(N, K) + 0.2, torch.randn(2, 3, K)
     made = per_channel(weight, bits, asymmetric) if block == -1 else blockwise(weight, block, bits, asymmetric)
     y = OP(x, *made, block_size=block, int4_weight=bits == 4, quantize_activation=activation)
