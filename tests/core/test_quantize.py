@@ -51,7 +51,7 @@ def expected_group(w: np.ndarray, fmt: Format, quantizer: str, dtype: torch.dtyp
 @pytest.mark.parametrize("fmt", ["int8", "int4-g32-asym", "nf4-g32"])
 def test_weights_too_small_for_scales_in_float16_are_warned_of(fmt):
     weight = torch.empty(16, 64).uniform_(-1e-5, 1e-5).half()
-    with pytest.warns(QcoreWarning, match=r"up.weight: 100% of its weights are too small.*\n.*scale_dtype"):
+    with pytest.warns(QcoreWarning, match=r"up.weight: 100% of its groups are too small.*\n.*scale_dtype"):
         quantize(weight, fmt, name="up.weight")
     assert quantize(weight, fmt, scale_dtype=torch.float16).scale.dtype == torch.float16  # asked for
     wide = quantize(weight, fmt, scale_dtype=torch.float32)

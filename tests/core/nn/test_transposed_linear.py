@@ -72,6 +72,35 @@ def test_a_square_weight_is_loaded_as_it_was_saved(state, target, tmp_path):
     assert torch.equal(loaded(X), layers(X))
 
 
+def test_a_weight_that_was_set_anew_is_loaded_as_it_was_saved(tmp_path):
+    layers = quantized_model()
+    layers[2].weight = qcore.quantize(layers[2].weight.dequantize(torch.float32) * 0.5, "int8")
+    qcore.save(layers, tmp_path / "m.safetensors")
+    loaded = model()
+    qcore.load_(loaded, tmp_path / "m.safetensors")
+    assert torch.equal(loaded(X), layers(X))
+
+
+def test_one_with_hooks_as_its_forward_takes_a_saved_weight(tmp_path):
+    layers, loaded = quantized_model(), model()
+    qcore.save(layers, tmp_path / "m.safetensors")
+    for i in (0, 2):
+        loaded[i].forward = loaded[i].forward  # as accelerate wraps it
+    qcore.load_(loaded, tmp_path / "m.safetensors")
+    assert relative(loaded(X), layers(X)) < 1e-6
+
+
+def test_two_that_share_a_weight(tmp_path):
+    layers = nn.Sequential(Conv1D(64, 64), Conv1D(64, 64))
+    layers[1].weight = layers[0].weight
+    float_copy, wanted = copy.deepcopy(layers), layers(X)
+    qcore.quantize_(layers, "w8a16")
+    assert relative(layers(X), wanted) < 0.02
+    qcore.save(layers, tmp_path / "m.safetensors")
+    qcore.load_(float_copy, tmp_path / "m.safetensors")
+    assert torch.equal(float_copy(X), layers(X))
+
+
 def test_what_is_quantized_without_the_model_is_loaded_as_floats(tmp_path):
     layers = model()
     qcore.save(layers, tmp_path / "float")

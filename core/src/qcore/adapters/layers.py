@@ -212,6 +212,8 @@ def _adopted(model: nn.Module) -> Iterator[str]:
         kind: Any = _ADOPTABLE.get(type(module))
         if kind is not None and kind is ADAPTED.get(type(base_of(module))):
             module.__class__ = kind
+            if isinstance(base_of(module), QuantizedLinear):
+                module.fan_in_fan_out = False  # of a Conv1D, whose quantized weight is (N, K)
             yield name
 
 

@@ -84,8 +84,9 @@ def match(model: nn.Module, archive: Archive) -> Match:
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match(experts=stand_ins(layers, archive.records))
     layers = with_stand_ins(layers, found.experts)
+    as_is = _are_as_in_float_files(layers, archive)
     for record in archive.records.values():
-        _assign(layers, record, archive, found)
+        _assign(layers, record, archive, found, as_is)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
     swapped = {id(swap.module) for swap in found.swaps}
     found.slots = dict(_slots(layers, swapped))
@@ -99,7 +100,7 @@ def match(model: nn.Module, archive: Archive) -> Match:
     return found
 
 
-def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match) -> None:
+def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match, as_is: bool) -> None:
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
@@ -108,24 +109,31 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
         else:
             found.unexpected += _stored_names(record, archive)
         return
-    reason = why_not_quantizable(layers, layer)
-    if is_transposed_linear(module) and not _holds_linear(record, module):
-        reason = f"{type(module).__name__} multiplies by the transpose of the matrix that was quantized"
+    if is_transposed_linear(module):
+        fits = record.shape == weight_shape(module) and not as_is
+        reason = "" if fits else f"{type(module).__name__} multiplies by the transpose of the matrix that was quantized"
+    else:
+        reason = why_not_quantizable(layers, layer)
     if reason:
         found.dense[record.name] = Dense(record.name, reason)
     else:
         found.swaps.append(Swap(layer, module, record, archive.aliases.get(record.name, record.name)))
 
 
-def _holds_linear(record: Record, module: nn.Module) -> bool:
-    """Whether the weight of a Conv1D is stored as that of a linear layer, (N, K), as `quantize_` and other tools do.
+def _are_as_in_float_files(layers: dict[str, nn.Module], archive: Archive) -> bool:
+    """Whether the weights of Conv1D were quantized as a float file has them, (K, N).
 
-    `quantize_checkpoint` quantizes the matrix of a float file as it is, (K, N), where no config.json tells of a Conv1D,
-    and then alone notes a quantizer: a square weight looks the same in both forms.
+    `quantize_checkpoint` does so where no config.json tells of a Conv1D. Other tools and `quantize_` store (N, K), the
+    form of a linear layer. A square weight looks the same in both, but GPT-2 has others beside it.
     """
-    if record.shape != weight_shape(module):
-        return False
-    return record.quantizer is None or record.shape[0] != record.shape[1]
+    for record in archive.records.values():
+        layer, _, attribute = record.name.rpartition(".")
+        module = layers.get(layer)
+        if module is not None and attribute == "weight" and is_transposed_linear(module):
+            n, k = weight_shape(module)
+            if n != k and record.shape == (k, n):
+                return True
+    return False
 
 
 def _has_weight(module: nn.Module) -> bool:
@@ -146,7 +154,8 @@ def _tied_swaps(layers: dict[str, nn.Module], swaps: list[Swap], archive: Archiv
     by_weight = {weight_identity(swap.module): swap for swap in swaps}
     named = {swap.layer for swap in swaps}
     for layer, module in layers.items():
-        if layer in named or not isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d, QuantizedModule)):
+        kinds = (nn.Linear, nn.Embedding, nn.Conv2d, QuantizedModule)
+        if layer in named or not (isinstance(module, kinds) or is_transposed_linear(module)):
             continue
         swap = by_weight.get(weight_identity(module))
         name = f"{layer}.weight"

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
     *(".onnx", ".onnx_data", ".data", ".gguf", ".ot", ".tflite"),
 }
-_WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
 """Models of transformers with transposed linear layers, whose float weights are (K, N), and the names of these."""
 _SIDE_FILE = re.compile(
@@ -120,7 +121,7 @@ def quantize_checkpoint(
         _check_float(archive)
         plan.warn_about_patterns([*archive.entries, *archive.aliases])
         plan.take_routers(archive.entries)
-        run = _QuantizeRun(archive, plan, tell, str(model_config(source).get("model_type")) in _WITH_CONV1D)
+        run = _QuantizeRun(archive, plan, tell, _has_conv1d(model_config(source)))
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
@@ -128,6 +129,12 @@ def quantize_checkpoint(
         else:
             _into_directory(source, target, plan_shards(units, limit), aliases, run)
         return run.rows
+
+
+def _has_conv1d(config: Mapping[str, Any]) -> bool:
+    """Whether a model of transformers, or a part of it, has transposed linear layers."""
+    parts = (config, *(value for value in config.values() if isinstance(value, dict)))
+    return any(str(part.get("model_type")) in _WITH_CONV1D for part in parts)
 
 
 def _check_float(archive: Archive) -> None:
@@ -266,8 +273,7 @@ class _QuantizeRun:
         stored = self.plan.dtype or (entry.dtype if entry.dtype in FLOAT_SCALES else torch.float32)
         described = parts(scheme.weight, n, k, stored)
         specs = tuple(TensorSpec(f"{entry.name}.{part.name}", part.dtype, part.shape) for part in described)
-        quantizer = None if transposed else scheme.quantizer  # as `quantize_transposed` says
-        record = Record(entry.name, scheme.weight, (n, k), quantizer, scheme.blank())
+        record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())
 
         def fetch() -> Sequence[Tensor]:
             value = self._read(entry)

@@ -51,13 +51,8 @@ def quantized(
 
 
 def quantize_transposed(weight: Tensor, scheme: Scheme, name: str, moments: Tensor | None = None) -> QTensor:
-    """Quantize the weight ``(K, N)`` of a transposed linear layer as ``(N, K)``.
-
-    It names no quantizer: in a checkpoint that tells it from a matrix that was quantized as it was, ``(K, N)``, since
-    the form of a square one does not.
-    """
-    made = quantize(weight.t().contiguous(), scheme.weight, scheme.quantizer, moments=moments, name=name)
-    return made.derived(quantizer=None)
+    """Quantize the weight ``(K, N)`` of a transposed linear layer as ``(N, K)``."""
+    return quantize(weight.t().contiguous(), scheme.weight, scheme.quantizer, moments=moments, name=name)
 
 
 def float_base(module: nn.Module) -> type[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import torch
 
@@ -74,12 +74,16 @@ def _checked_device(device: Any) -> torch.device:
 
 def _check_arguments(dtype: object, **sizes: object) -> None:
     """Raise `FormatError` for what no layer has: its error would count as one of the kernels."""
-    if dtype not in (*FLOAT_DTYPES, torch.float64):
+    if not isinstance(dtype, torch.dtype) or dtype not in (*FLOAT_DTYPES, torch.float64):
         raise FormatError(f"dtype is {dtype!r}; it must be a torch.dtype of floats, such as torch.bfloat16.")
     for name, size in sizes.items():
         if size is None and name == "rows":
             continue
-        if isinstance(size, bool) or not isinstance(size, SupportsIndex) or index(size) < 0:
+        try:
+            wrong = isinstance(size, bool) or index(cast(SupportsIndex, size)) < 0
+        except TypeError:
+            wrong = True
+        if wrong:
             raise FormatError(f"{name} is {size!r}; it must be an integer from 0 on.")
 
 

@@ -165,7 +165,7 @@ def _warn_of_floored(scale: Tensor, name: str) -> None:
         return
     share = float((scale == _LEAST_HALF).float().mean())
     if share > _MOST_FLOORED:
-        what = f"{name}: {share:.0%} of its weights are too small for scales in float16, which costs accuracy."
+        what = f"{name}: {share:.0%} of its groups are too small for scales in float16, which costs accuracy."
         remedy = "Quantize a float32 or bfloat16 model, or this weight with scale_dtype=torch.float32."
         warnings.warn(f"{what}\n{remedy}", QcoreWarning, stacklevel=3)
 
