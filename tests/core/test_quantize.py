@@ -58,6 +58,13 @@ def test_weights_too_small_for_scales_in_float16_are_warned_of(fmt):
     assert float((wide.dequantize() - weight).norm() / weight.float().norm()) < 0.15
 
 
+@pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int8-g32-asym"])
+def test_scales_just_below_the_least_cost_little(fmt):
+    weight = torch.empty(8, 20000).uniform_(-0.007, 0.007).half()  # as torch.nn.Linear(20000, 8) starts
+    found = quantize(weight, fmt)
+    assert float((found.dequantize(torch.float32) - weight).norm() / weight.float().norm()) < 0.008
+
+
 def test_a_few_dead_rows_are_not_warned_of():
     weight = torch.randn(400, 64).half()
     weight[3:5] *= 1e-5

@@ -47,6 +47,24 @@ def test_quantize_keeps_adapters_and_adopts_their_bases():
     assert adapters.adopt_(model) == []
 
 
+@pytest.mark.parametrize("targets", [["attn.c_proj"], ["c_attn", "c_fc", "c_proj"]], ids=["square", "all"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_adapters_over_conv1d_merge_into_what_replaces_it(targets):
+    transformers = pytest.importorskip("transformers")
+    sizes = transformers.GPT2Config(vocab_size=99, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=targets, fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(sizes).eval(), config)
+    ids = torch.arange(12).view(1, 12)
+    qcore.quantize_(model, "w8a16")
+    assert adapters.adopt_(model)
+    with torch.no_grad():
+        separate = model(ids).logits
+        model.merge_adapter()
+        merged = model(ids).logits
+    assert float((merged - separate).norm() / separate.norm()) < 0.05
+
+
 def test_quantize_keeps_trained_copies_and_bases_that_are_read():
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"], use_dora=True)

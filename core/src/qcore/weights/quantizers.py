@@ -155,15 +155,21 @@ def quantize(
     zeros = [part[2] for part in parts if part[2] is not None]
     zero = _across(zeros) if zeros else None
     if scale_dtype is None and stored is torch.float16:
-        _warn_of_floored(scale, name)
+        _warn_of_floored(weight, scale, fmt, name)
     return QTensor.from_codes(codes, scale, zero, fmt, chosen, global_scale=target.global_scale)
 
 
-def _warn_of_floored(scale: Tensor, name: str) -> None:
-    """Say that weights are too small for scales in float16: most of their codes would be 0."""
-    if scale.dtype != torch.float16 or not has_values(scale) or not scale.numel():
+def _warn_of_floored(weight: Tensor, scale: Tensor, fmt: Format, name: str) -> None:
+    """Say that groups are too small for scales in float16: they have less than half of the codes."""
+    if scale.dtype != torch.float16 or not has_values(scale):
         return
-    share = float((scale == _LEAST_HALF).float().mean())
+    floored = scale == _LEAST_HALF
+    if not scale.numel() or float(floored.float().mean()) <= _MOST_FLOORED:
+        return
+    (n, k), reach = weight.shape, max(map(abs, fmt.element.value_range))
+    padded = torch.nn.functional.pad(weight.abs(), (0, -k % fmt.group(k)))
+    largest = padded.view(n, -1, fmt.group(k)).amax(-1).t()
+    share = float((floored & (largest < _LEAST_HALF * reach / 2)).float().mean())
     if share > _MOST_FLOORED:
         what = f"{name}: {share:.0%} of its groups are too small for scales in float16, which costs accuracy."
         remedy = "Quantize a float32 or bfloat16 model, or this weight with scale_dtype=torch.float32."
