@@ -94,13 +94,18 @@ ONE_OF_EACH = {
 """Layers of as many formats, of which a plugin serves some."""
 
 
+def load_layer(layer, folder):
+    """The module of a layer that is written to ``folder`` and loaded from there."""
+    model = layer.model()
+    qcore.load_(model, layer.write(folder))
+    return model.get_submodule(layer.layer)
+
+
 def _result(plugins, case):
     """The layer as ``plugins`` run it, what it was frozen with, and its result."""
     with tempfile.TemporaryDirectory() as folder, qcore.using(plugins):
         layer = frozen(case)
-        model = layer.model()
-        qcore.load_(model, layer.write(Path(folder)))
-        module = model.get_submodule(layer.layer)
+        module = load_layer(layer, Path(folder))
         x = torch.randn(5, layer.shape[-1], generator=torch.Generator().manual_seed(0))
         return module, layer, x, module(x).detach()
 

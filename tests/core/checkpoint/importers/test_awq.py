@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from foreign_layers import FrozenLayer, frozen
+from foreign_layers import FrozenLayer, frozen, load_layer
 from foreign_packing import packed_words
 
 import qcore
@@ -15,9 +15,7 @@ ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def read(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer).weight
+    return load_layer(layer, folder).weight
 
 
 def in_words(codes):

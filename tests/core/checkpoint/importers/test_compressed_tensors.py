@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from foreign_layers import FrozenLayer, edited, frozen
+from foreign_layers import load_layer as read
 from foreign_packing import packed_words, whole_words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,12 +34,6 @@ CASES = {
 }
 WEIGHT_ONLY = {"ct_nvfp4": "wfp4a16-g16-e4m3d", "ct_mxfp4": "wfp4a16-g32-e8m0"}
 LAYER = "model.fc"
-
-
-def read(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 @pytest.mark.parametrize(("case", "scheme"), CASES.items())

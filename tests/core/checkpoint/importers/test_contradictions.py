@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from foreign_layers import FrozenLayer, edited, frozen
+from foreign_layers import load_layer as load
 from foreign_packing import packed_words, whole_words
 
 import qcore
@@ -58,12 +59,6 @@ MISSING = [
     ("gptq_4_sym_v1_g128", "qzeros", "it has no qzeros"),
 ]
 LAYER = "model.fc"
-
-
-def load(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 def refused(layer, folder, match):

@@ -6,16 +6,11 @@ import json
 import pytest
 import torch
 from foreign_layers import FrozenLayer, frozen
+from foreign_layers import load_layer as read
 
 import qcore
 
 LAYER = "model.fc"
-
-
-def read(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 def written(scale, *, n=200, k=256, settings, **more):

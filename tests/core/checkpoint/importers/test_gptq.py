@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from foreign_layers import FrozenLayer, frozen, nested
+from foreign_layers import load_layer as loaded
 from foreign_packing import minus_one, packed_words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,12 +26,6 @@ ANY_SETTINGS = st.dictionaries(
     st.sampled_from(["bits", "group_size", "sym", "checkpoint_format", "format", "meta", "packing_format"]),
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=2),
 )
-
-
-def loaded(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 class Written:

@@ -10,17 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_layers import FrozenLayer, frozen
+from foreign_layers import load_layer as read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qcore
 from qcore.checkpoint.importers.configured_shapes import shapes_by_name
-
-
-def read(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 def with_qmap(case, change):

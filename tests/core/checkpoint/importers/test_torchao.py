@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from foreign_layers import frozen
+from foreign_layers import load_layer as read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +27,6 @@ CASES = {
     "ao_int8_tensor": "w8a16",
     "ao_int8_static": "w8a8-static",
 }
-
-
-def read(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 @pytest.mark.parametrize(("case", "scheme"), CASES.items())

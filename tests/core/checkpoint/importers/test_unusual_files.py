@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from foreign_layers import FrozenLayer, edited, frozen
+from foreign_layers import load_layer as load
 from torch import nn
 
 import qcore
@@ -13,12 +14,6 @@ from qcore import CheckpointError
 from qcore.checkpoint.importers.base import LayerRefused, group_size
 
 FP8 = torch.float8_e4m3fn
-
-
-def load(layer, folder):
-    model = layer.model()
-    qcore.load_(model, layer.write(folder))
-    return model.get_submodule(layer.layer)
 
 
 def changed(case, change):
