@@ -82,7 +82,7 @@ INTERPRETING = {"tests/cuda", "tests/xpu"}
 COMPILING = "tests/core/fallback/test_compile.py"
 """Tests of core without coverage, which would follow torch's compiler through, at twice the time."""
 TWO = ("--numprocesses", "2", "--dist", "loadfile")
-UNTIMED = ("-o", "faulthandler_timeout=0")  # tests that last as long as one asks
+UNTIMED = ("-o", "faulthandler_timeout=0")  # for soak and fuzz, whose length is an argument
 EXHAUSTIVE = ("-m", "grid")  # those that `tests` leaves out: tests/helpers/grids.py
 
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}

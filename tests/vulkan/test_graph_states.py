@@ -77,7 +77,7 @@ def test_a_state_of_inference_mode_is_copied():
 
 
 def test_weights_of_inference_mode_are_warned_of():
-    residents._warn_of_writes_unseen.cache_clear()
+    residents._warn_of_uncounted_writes.cache_clear()
     with torch.inference_mode():
         model = nn.Linear(4, 4)
         compiled = torch.compile(model, backend=qcore_vulkan)

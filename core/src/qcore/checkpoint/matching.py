@@ -84,9 +84,9 @@ def match(model: nn.Module, archive: Archive) -> Match:
     layers = dict(model.named_modules(remove_duplicate=False))
     found = Match(experts=stand_ins(layers, archive.records))
     layers = with_stand_ins(layers, found.experts)
-    as_is = _are_as_in_float_files(layers, archive)
+    untransposed = _has_untransposed_conv1d(layers, archive)
     for record in archive.records.values():
-        _assign(layers, record, archive, found, as_is)
+        _assign(layers, record, archive, found, untransposed)
     found.swaps += list(_tied_swaps(layers, found.swaps, archive))
     swapped = {id(swap.module) for swap in found.swaps}
     found.slots = dict(_slots(layers, swapped))
@@ -100,7 +100,7 @@ def match(model: nn.Module, archive: Archive) -> Match:
     return found
 
 
-def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match, as_is: bool) -> None:
+def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, found: Match, untransposed: bool) -> None:
     layer, _, attribute = record.name.rpartition(".")
     module = layers.get(layer)
     if module is None or attribute != "weight" or not _has_weight(module):
@@ -110,7 +110,7 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
             found.unexpected += _stored_names(record, archive)
         return
     if is_transposed_linear(module):
-        fits = record.shape == weight_shape(module) and not as_is
+        fits = record.shape == weight_shape(module) and not untransposed
         reason = "" if fits else f"{type(module).__name__} multiplies by the transpose of the matrix that was quantized"
     else:
         reason = why_not_quantizable(layers, layer)
@@ -120,11 +120,11 @@ def _assign(layers: dict[str, nn.Module], record: Record, archive: Archive, foun
         found.swaps.append(Swap(layer, module, record, archive.aliases.get(record.name, record.name)))
 
 
-def _are_as_in_float_files(layers: dict[str, nn.Module], archive: Archive) -> bool:
-    """Whether the weights of Conv1D were quantized as a float file has them, (K, N).
+def _has_untransposed_conv1d(layers: dict[str, nn.Module], archive: Archive) -> bool:
+    """Whether the weights of Conv1D were quantized in the layout of float files, (K, N).
 
-    `quantize_checkpoint` does so where no config.json tells of a Conv1D. Other tools and `quantize_` store (N, K), the
-    form of a linear layer. A square weight looks the same in both, but GPT-2 has others beside it.
+    `quantize_checkpoint` does so if no config.json names a model with Conv1D. Other tools and `quantize_` store (N, K),
+    as for a linear layer. Square weights fit both, so those that are not square decide.
     """
     for record in archive.records.values():
         layer, _, attribute = record.name.rpartition(".")

@@ -55,7 +55,7 @@ def unsigned(values: Tensor, zero: int = 0) -> Tensor:
 def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x with a symmetric scale per token: uint8 codes (offset 128) ``(M, K)`` and the scale ``(M, 1)``."""
     values = x.float()
-    # A row of zeros gives zeros for any scale; NaN propagates, and an infinity becomes NaN: it would get any sign.
+    # A row of zeros gives zeros for any scale; NaN propagates, and an infinity becomes NaN, as its sign would be lost.
     scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
     scale = scale + (scale - scale)
     inverse = scale.reciprocal()

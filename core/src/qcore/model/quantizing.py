@@ -77,8 +77,6 @@ def quantize_(
     a `QcoreWarning` counts them, and another call of `quantize_` continues with the others.
     """
     check_module(model, "quantize_")
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise UnsupportedError(f"progress is {progress!r}; it must be None, True, False or a function.")
     plan = ModelPlan(model, Selection.of(scheme, include, exclude))
     plan.check_model()
     needing = {name: s for name, s in plan.schemes.items() if s.needs_calibration}
@@ -110,8 +108,8 @@ def _told(batches: Iterable[Any], total: int, tell: Progress) -> Iterator[Any]:
         yield batch
 
 
-def _kind_that_lies_otherwise(layers: Iterable[nn.Module | None]) -> str:
-    """The kind of a layer whose weight lies otherwise than that of a linear layer or embedding, if one does."""
+def _kind_of_other_layout(layers: Iterable[nn.Module | None]) -> str:
+    """The kind of a layer whose weight has another layout than that of linear layers and embeddings, or empty."""
     found = [layer for layer in layers if layer is not None]
     if any(isinstance(layer, nn.Conv2d) for layer in found):
         return "convolutions"
@@ -192,7 +190,7 @@ class ModelPlan:
 
     def _tie(self, layers: list[str], ties: dict[str, str]) -> None:
         outside = [layer for layer in layers if layer not in self.schemes]
-        kind = _kind_that_lies_otherwise(self.layers.get(layer) for layer in layers)
+        kind = _kind_of_other_layout(self.layers.get(layer) for layer in layers)
         if not outside and not kind:
             ties.update(dict.fromkeys(layers, layers[0]))
             return

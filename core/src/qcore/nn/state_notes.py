@@ -1,4 +1,4 @@
-"""What a state dict's metadata say of a quantized layer: the tensors alone fit weights of other formats, too."""
+"""Formats of quantized layers in the metadata of a state dict: the tensors alone fit other formats, too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_format(notes: Mapping[str, Any], format: Format, k: int) -> None:
     """
     described = notes.get(_KEY)
     given = described.get("format") if isinstance(described, Mapping) else None
-    if not isinstance(given, str) or given == str(format) or _of_whole_rows(given, k) == _of_whole_rows(str(format), k):
+    if not isinstance(given, str) or given == str(format) or _canonical(given, k) == _canonical(str(format), k):
         return
     raise FormatError(
         f"the state dict has a weight of the format {given[:100]!r}, and this layer {str(format)!r}. Quantize the "
@@ -44,8 +44,8 @@ def check_format(notes: Mapping[str, Any], format: Format, k: int) -> None:
     )
 
 
-def _of_whole_rows(text: str, k: int) -> Format | None:
-    """A format whose groups are rows if they are not smaller; None if it is not known here."""
+def _canonical(text: str, k: int) -> Format | None:
+    """The format, without groups if a row of K columns is one group; None for an unknown format."""
     try:
         format = Format.parse(text)
     except FormatError:

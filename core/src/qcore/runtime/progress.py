@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from ..errors import UnsupportedError
+
 Progress = Callable[[int, int, str], object]
 """Called with (done, total, name of the current item)."""
 
@@ -35,10 +37,13 @@ def install_bar(bar: _Bar) -> None:
 def shown(progress: ProgressChoice, title: str, unit: str) -> AbstractContextManager[Progress]:
     """Return a context manager that yields the function to report progress to, and draws the bar, if any, meanwhile.
 
-    ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items.
+    ``title``: the activity; ``unit``: ``bytes``, or the plural of the counted items. Raises `UnsupportedError` for any
+    other ``progress``.
     """
     if progress is False:
         return contextlib.nullcontext(_silent)
     if progress is None or progress is True:
         return _bar(title, unit, progress is True)
+    if not callable(progress):
+        raise UnsupportedError(f"progress is {progress!r}; it must be None, True, False or a function.")
     return contextlib.nullcontext(progress)

@@ -12,8 +12,10 @@ from typing import Any
 
 _NOT_TEXT = re.compile(r"visi|visual|image|audio|speech|vit$|clip|tower|project|connector|aligner|resampler")
 """In parts of names of models beside that of text, which the configuration describes elsewhere."""
-_USUAL = re.compile(r"((model|language_model|transformer|decoder|encoder|gpt_neox)\.)*((layers|h|blocks)\.[0-9]+\..*)?")
-"""Layers of usual models of text: K is as usual even if N is not."""
+_TEXT_LAYER = re.compile(
+    r"((model|language_model|transformer|decoder|encoder|gpt_neox)\.)*((layers|h|blocks)\.[0-9]+\..*)?"
+)
+"""Paths of layers of text models: their K is that of the table below even if their N is not."""
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Names of the configuration of the text model in one of several modalities."""
 
@@ -29,7 +31,7 @@ def shapes_by_name(config: Mapping[str, Any], layer: str, count: int) -> set[tup
     sizes = _Sizes(_of_text(config))
     shapes = [(n, k) for n, k in _SHAPES[name](sizes, path) if k and k > 0]
     found = {(n, k) for n, k in shapes if n and n > 0 and n * k == count}
-    if found or name in _OUT or not _USUAL.fullmatch(".".join((*path, ""))):
+    if found or name in _N_IS_HIDDEN or not _TEXT_LAYER.fullmatch(".".join((*path, ""))):
         return found
     return {(count // k, k) for _, k in shapes if count and count % k == 0}
 
@@ -111,14 +113,14 @@ def _key(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield _times(sizes.kv_heads, sizes.head), sizes.hidden
 
 
-def _joined(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _fused_qkv(sizes: _Sizes, _path: list[str]) -> _Shapes:
     query = _times(sizes.heads, sizes.head)
     for kv_heads in (sizes.kv_heads, 1):  # one in a model of multi-query attention
         key = _times(kv_heads, sizes.head)
         yield (None if query is None or key is None else query + 2 * key), sizes.hidden
 
 
-def _attended(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _attention_output(sizes: _Sizes, _path: list[str]) -> _Shapes:
     value = sizes["v_head_dim"]
     yield sizes.hidden, _times(sizes.heads, sizes.head if value is None else value)
 
@@ -164,20 +166,20 @@ def _score(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield sizes.labels, sizes.hidden
 
 
-def _latent_query(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _query_down(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield sizes["q_lora_rank"], sizes.hidden
 
 
-def _latent_key(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _key_value_down(sizes: _Sizes, _path: list[str]) -> _Shapes:
     rank, rope = sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
     yield (None if rank is None or rope is None else rank + rope), sizes.hidden
 
 
-def _query_of_latent(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _query_up(sizes: _Sizes, _path: list[str]) -> _Shapes:
     yield _times(sizes.heads, sizes.latent_head), sizes["q_lora_rank"]
 
 
-def _key_of_latent(sizes: _Sizes, _path: list[str]) -> _Shapes:
+def _key_value_up(sizes: _Sizes, _path: list[str]) -> _Shapes:
     plain, value = sizes["qk_nope_head_dim"], sizes["v_head_dim"]
     if plain is not None and value is not None:
         yield _times(sizes.heads, plain + value), sizes["kv_lora_rank"]
@@ -186,8 +188,8 @@ def _key_of_latent(sizes: _Sizes, _path: list[str]) -> _Shapes:
 _SHAPES = {
     "q_proj": _query,
     **dict.fromkeys(("k_proj", "v_proj"), _key),
-    **dict.fromkeys(("qkv_proj", "W_pack", "wqkv", "query_key_value"), _joined),
-    "o_proj": _attended,
+    **dict.fromkeys(("qkv_proj", "W_pack", "wqkv", "query_key_value"), _fused_qkv),
+    "o_proj": _attention_output,
     **dict.fromkeys(("gate_proj", "up_proj", "dense_h_to_4h"), _up),
     "gate_up_proj": _gate_up,
     "down_proj": _down,
@@ -195,10 +197,10 @@ _SHAPES = {
     "shared_expert_gate": _shared_gate,
     "lm_head": _head,
     "score": _score,
-    "q_a_proj": _latent_query,
-    "kv_a_proj_with_mqa": _latent_key,
-    "q_b_proj": _query_of_latent,
-    "kv_b_proj": _key_of_latent,
+    "q_a_proj": _query_down,
+    "kv_a_proj_with_mqa": _key_value_down,
+    "q_b_proj": _query_up,
+    "kv_b_proj": _key_value_up,
 }
-_OUT = ("down_proj", "o_proj")
+_N_IS_HIDDEN = ("down_proj", "o_proj")
 """Layers whose K differs from model to model, and whose N is the hidden size."""

@@ -50,7 +50,7 @@ class Residents:
     def _uploaded(self, own: Resident[Buffer], tensor: Tensor, words: Callable[[Tensor], Tensor]) -> Buffer:
         """A new buffer, or that of an earlier version of the tensor: recorded programs that name it stay valid."""
         if tensor.is_inference():
-            _warn_of_writes_unseen()
+            _warn_of_uncounted_writes()
         known = own.peek(tensor)
         if known is not None and known.nbytes == (made := words(tensor)).nbytes:
             known.write(made)
@@ -63,7 +63,7 @@ class Residents:
 
 
 @lru_cache(maxsize=1)
-def _warn_of_writes_unseen() -> None:
+def _warn_of_uncounted_writes() -> None:
     """Say once that a compiled model does not follow writes to some of its weights."""
     warnings.warn(
         "qcore_vulkan: weights of a compiled model were made in torch.inference_mode(). Torch does not count writes to "
