@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -8,14 +9,13 @@
 #include <memory>
 #include <vector>
 
+#include "panels.h"
+
 namespace qcore_cpu {
 namespace {
 
 constexpr int64_t PANEL_BYTES = 768 << 10;    // digits that stay in L2 while all columns pass
-constexpr int64_t PANEL_OF_ROWS = 512;         // rows of numbers, a part of whose columns stays in L2
-constexpr int64_t PANEL_SUMS = 512 << 10;     // bytes of their sums
-constexpr int64_t SCRATCH_BYTES = 32 << 20;   // digits that exist at a time
-constexpr int64_t KEPT_BYTES = 4 << 20;       // scratch that a thread keeps between calls
+constexpr int64_t KEPT_BYTES = 16 << 20;      // scratch that a thread keeps between calls
 constexpr int64_t KEPT_OF_PART = 1 << 20;     // of that for parts of a call
 constexpr int64_t SERIAL_WORK = 1 << 16;      // products that are not worth another thread
 
@@ -33,11 +33,6 @@ thread_local Kept kept[KEPT];
 thread_local int taken = 0;
 
 char* allocate(int64_t size) { return static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(round_up(size, 64)))); }
-
-const void* row_of(const Input& in, int64_t index, void* scratch) {
-  if (in.row) return in.row(in, index, scratch);
-  return static_cast<const char*>(in.x) + index * in.stride * type_size(in.type);
-}
 
 // How rows become blocks: as even as can be, with at most `most` rows each.
 struct Blocks {
@@ -205,65 +200,45 @@ bool by_floats(const Kernels& kernels, const Pool& pool, const Weight& w, const 
   return true;
 }
 
-const Panel& panel_of(const Kernels& kernels, const Input& in) {
-  return in.type == BF16 && kernels.bf16_panel.run ? kernels.bf16_panel : kernels.float_panel;
-}
-
-// Float x as it is, a panel of rows at a time, for which a thread makes numbers of its columns' codes.
-bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
-  const int64_t columns = ceil_div(w.n, COLUMNS), row = round_up(w.at.packed() * panel.x_size, 64) + 64;
-  const int64_t step = row + (in.row ? round_up(w.at.k * 4, 64) : 0);  // behind a row, where it is gathered
-  const int64_t most = std::max<int64_t>(32, SCRATCH_BYTES / step / 32 * 32);
-  for (int64_t row0 = 0; row0 < in.rows; row0 += most) {
-    const int64_t rows = std::min(most, in.rows - row0);
-    const Scratch scratch(rows * step);
-    if (!scratch.data) return false;
-    each(pool, rows, std::max<int64_t>(1, (1 << 15) / w.at.packed()), [&](int64_t r) {
-      char* to = scratch.data + r * step;
-      panel.row(w, row_of(in, row0 + r, to + row), in.type, to);
-    });
-    const int64_t panels = ceil_div(rows, PANEL_OF_ROWS), size = round_up(ceil_div(rows, panels), 32);
-    // Blocks of columns that share the cached part of a panel: as many as leave each thread two units of work.
-    const int64_t fair = pool.threads < 2 ? columns : ceil_div(columns * panels, 2 * pool.threads);
-    const int64_t beside = std::max<int64_t>(1, std::min(fair, PANEL_SUMS / (size * COLUMNS * 4)));
-    const int64_t sets = ceil_div(columns, beside);
-    std::vector<char> failed(static_cast<size_t>(sets * panels), 0);
-    each(pool, sets * panels, 1, [&](int64_t unit) {
-      const int64_t nb = unit / panels * beside, first = unit % panels * size;
-      const int64_t blocks = std::min(beside, columns - nb), here = std::min(size, rows - first);
-      if (here <= 0) return;
-      const Scratch own(panel.scratch + blocks * here * COLUMNS * 4);
-      if (!own.data) failed[static_cast<size_t>(unit)] = 1;
-      else panel.run(w, out, scratch.data + first * step, step, nb, blocks, here, row0 + first, own.data);
-    });
-    if (std::find(failed.begin(), failed.end(), 1) != failed.end()) return false;
-  }
-  return true;
-}
-
-// The same for gathered rows: a thread gathers as many as stay in its cache and takes all columns.
-bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out) {
-  constexpr int64_t CACHED = 1 << 19, FEWEST = 48;
-  const int64_t columns = ceil_div(w.n, COLUMNS), step = round_up(w.at.packed() * panel.x_size, 64) + 64;
-  const int64_t share = round_up(ceil_div(in.rows, pool.threads), FEWEST);
-  const int64_t most = std::min(share, std::max(FEWEST, CACHED / step / FEWEST * FEWEST)), panels = ceil_div(in.rows, most);
-  if (panels < pool.threads && panels < columns) return by_panel(panel, pool, w, in, out);  // few rows, many columns
-  std::vector<char> failed(static_cast<size_t>(panels), 0);
-  each(pool, panels, 1, [&](int64_t index) {
-    const int64_t row0 = index * most, rows = std::min(most, in.rows - row0);
-    const Scratch own(panel.scratch + rows * (COLUMNS * 4 + step) + w.at.k * 4 + 64);
-    if (!own.data) {
-      failed[static_cast<size_t>(index)] = 1;
-      return;
+// What is left of a thread's part, on a cache line of its own.
+struct alignas(64) Part {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+struct Parts {
+  static constexpr int MOST = 128;
+  Part all[MOST];
+  int64_t count, step;
+  void (*task)(int64_t, int64_t, void*);
+  void* context;
+  void take_from(Part& part) {
+    while (part.next.load(std::memory_order_relaxed) < part.end) {
+      const int64_t from = part.next.fetch_add(step, std::memory_order_relaxed);
+      if (from < part.end) task(from, std::min(from + step, part.end), context);
     }
-    char* x = own.data + panel.scratch + rows * COLUMNS * 4;
-    for (int64_t r = 0; r < rows; r++) panel.row(w, row_of(in, row0 + r, x + rows * step), in.type, x + r * step);
-    for (int64_t nb = 0; nb < columns; nb++) panel.run(w, out, x, step, nb, 1, rows, row0, own.data);
-  });
-  return std::find(failed.begin(), failed.end(), 1) == failed.end();
-}
+  }
+};
 
 }  // namespace
+
+void share_out(const Pool& pool, int64_t count, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context) {
+  constexpr int64_t STEPS = 16;  // that a part is taken in, at most: what taking costs, and what is left at the end
+  Parts parts;
+  const int64_t threads = std::min<int64_t>(pool.threads, ceil_div(count, grain));
+  parts.count = std::min<int64_t>(threads, Parts::MOST);
+  parts.step = std::max(grain, ceil_div(count, parts.count * STEPS));
+  parts.task = task, parts.context = context;
+  for (int64_t i = 0; i < parts.count; i++) {
+    parts.all[i].next.store(count * i / parts.count, std::memory_order_relaxed);
+    parts.all[i].end = count * (i + 1) / parts.count;
+  }
+  const auto run = [](int64_t begin, int64_t end, void* of) {
+    Parts& shared = *static_cast<Parts*>(of);
+    for (int64_t own = begin; own < end; own++)
+      for (int64_t i = 0; i < shared.count; i++) shared.take_from(shared.all[(own + i) % shared.count]);
+  };
+  pool.run(0, threads, 1, run, &parts);
+}
 
 Scratch::Scratch(int64_t size) : own(taken == KEPT || size > (taken ? KEPT_OF_PART : KEPT_BYTES)) {
   if (own) {

@@ -23,18 +23,29 @@ class Scratch {
   bool own;
 };
 
-// Run task(i) for i below count over the pool's threads, at least `grain` at a time.
+// Bytes of rows of digits or numbers that exist at a time.
+constexpr int64_t SCRATCH_BYTES = 32 << 20;
+
+// Row `index` of x, gathered to `scratch` if it is no row of a matrix.
+inline const void* row_of(const Input& in, int64_t index, void* scratch) {
+  if (in.row) return in.row(in, index, scratch);
+  return static_cast<const char*>(in.x) + index * in.stride * type_size(in.type);
+}
+
+// Run task(begin, end, context) over parts of 0..count, of at least `grain`, on the pool's threads. Each thread begins with
+// neighbouring ones, the same in every call with these numbers; those that are done take from the others, as threads
+// that share a core, or a machine with others, are not equally fast.
+void share_out(const Pool& pool, int64_t count, int64_t grain, void (*task)(int64_t, int64_t, void*), void* context);
+
+// The same for task(i) of every i.
 template <class Task>
 void each(const Pool& pool, int64_t count, int64_t grain, const Task& task) {
   const auto call = [](int64_t begin, int64_t end, void* context) {
     const Task& run = *static_cast<const Task*>(context);
     for (int64_t i = begin; i < end; i++) run(i);
   };
-  if (count <= grain || pool.threads < 2) {
-    for (int64_t i = 0; i < count; i++) task(i);
-  } else {
-    pool.run(0, count, grain, call, const_cast<Task*>(&task));
-  }
+  if (count <= grain || pool.threads < 2) call(0, count, const_cast<Task*>(&task));
+  else share_out(pool, count, grain, call, const_cast<Task*>(&task));
 }
 
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

@@ -120,25 +120,31 @@ template <bool PAIRS>
 static void panel_row(const Weight& w, const void* x, Type type, void* to) {
   constexpr int SIZE = PAIRS ? 2 : 4;
   const bool four = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
+  alignas(64) char values[LARGEST_BLOCK * SIZE];
   for (int64_t b = 0; b < w.at.groups * w.at.blocks; b++) {
     const Span span = block_columns(w.at, b);
     char* here = (char*)to + b * w.at.block * SIZE;
     const char* from = (const char*)x + span.from * type_size(type);
-    if constexpr (PAIRS) __builtin_memcpy(here, from, (size_t)span.count * 2);
-    else widen(from, type, span.count, (float*)here);
-    __builtin_memset(here + span.count * SIZE, 0, (size_t)(w.at.block - span.count) * SIZE);
-    if (!four) continue;
+    const bool whole = PAIRS && span.count == w.at.block;  // read where it is
+    if (!whole) {
+      if constexpr (PAIRS) __builtin_memcpy(values, from, (size_t)span.count * 2);
+      else widen(from, type, span.count, (float*)values);
+      __builtin_memset(values + span.count * SIZE, 0, (size_t)(w.at.block - span.count) * SIZE);
+      from = values;
+    }
+    if (!four) {
+      __builtin_memcpy(here, from, (size_t)w.at.block * SIZE);
+      continue;
+    }
     for (int64_t i = 0; i < w.at.block; i += 8) {
 #ifdef QCORE_PAIR_ORDER
       if constexpr (PAIRS) {
-        __m128i* words = (__m128i*)(here + i * 2);
-        _mm_storeu_si128(words, _mm_shuffle_epi8(_mm_loadu_si128(words), pair_order()));
+        const __m128i eight = _mm_loadu_si128((const __m128i*)(from + i * 2));
+        _mm_storeu_si128((__m128i*)(here + i * 2), _mm_shuffle_epi8(eight, pair_order()));
         continue;
       }
 #endif
-      char eight[8 * SIZE];
-      __builtin_memcpy(eight, here + i * SIZE, sizeof eight);
-      for (int j = 0; j < 8; j++) __builtin_memcpy(here + (i + j) * SIZE, eight + (2 * (j % 4) + j / 4) * SIZE, SIZE);
+      for (int j = 0; j < 8; j++) __builtin_memcpy(here + (i + j) * SIZE, from + (i + 2 * (j % 4) + j / 4) * SIZE, SIZE);
     }
   }
 }
