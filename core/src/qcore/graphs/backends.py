@@ -160,6 +160,13 @@ class GraphBackend(ABC):
     def synchronize(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - optional
         """Write the values of states among ``tensors`` back to their host memory, if `defers_writes`."""
 
+    def synchronize_all(self) -> bool:
+        """Write back all states that this thread used last, if `defers_writes`; whether the memory of one was behind.
+
+        Called at each call once torch may run a model by itself; see `qcore.graphs.limits`.
+        """
+        return False
+
     defers_writes: bool = False
     """Whether host memory of a state may be behind after a call; see `qcore.graphs.states`."""
     counts_writes: bool = False

@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import compress
 from typing import Any
 
@@ -24,6 +25,7 @@ from . import overlaps, programs, states
 from .backends import GraphBackend, Role
 from .explaining import Record, Report, remember
 from .integers import constants, take_integers
+from .limits import Limit
 from .noting import note_call
 from .ops import QUANTIZED, decompositions, is_whole
 from .rewriting import computes, keep_whole, scalars, with_scalars
@@ -72,11 +74,14 @@ class Captured:
         self._why_not = INNER_GRADIENTS if computes(module, "_grad_increment_nesting") else ""
         self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
+        self._limit = Limit() if backend.defers_writes else None
         self.__name__ = backend.name
 
     def __call__(self, *values: Any) -> Any:
         """Run the graph; compiles it first for sizes that it has not met."""
         results = self._run(values)
+        if self._limit is not None and self._limit.is_near() and self._backend.synchronize_all():
+            _warn_of_limit(self._backend.name, self._limit.name)
         note_call(self, values, results)
         return results
 
@@ -192,6 +197,19 @@ class Captured:
             )  # fmt: skip
         run = counted.outer(run) if whole else _with_overlap(run, overlap)
         return disable(run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@lru_cache(maxsize=64)
+def _warn_of_limit(backend: str, function: str) -> None:
+    """Say once why states are copied at each call."""
+    warnings.warn(
+        f"{backend}: torch has compiled {function!r} or another function as often as its recompile_limit allows, and "
+        f"may run it without {backend} from now on. So what models write, such as KV caches, comes back from the "
+        f"device after each call, until torch._dynamo.reset(). Raise torch._dynamo.config.recompile_limit before the "
+        f"first call, and pass numbers as tensors.",
+        QcoreWarning,
+        stacklevel=4,
+    )
 
 
 def _with_overlap(run: Callable[..., Any], overlap: overlaps.Overlap) -> Callable[..., Any]:

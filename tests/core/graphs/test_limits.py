@@ -1,0 +1,144 @@
+"""Functions that torch has compiled as often as it may, of which it runs other calls without the backend."""
+
+import inspect
+
+import pytest
+import torch
+from graph_backends import TorchParts
+
+from qcore import graphs
+from qcore.graphs import capture
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:keeps_all")]
+
+
+class Keeps(TorchParts):
+    """Keeps states to itself: host memory holds NaN until it is asked for them."""
+
+    name, defers_writes = "keeps_all", True
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.kept = 0, {}
+
+    def compile(self, part):
+        self.parts.append(part)
+
+        def run(values):
+            known = [self.kept[id(one)][1] if torch.is_tensor(one) and one.isnan().all() else one for one in values]
+            outputs = part.graph(*known)
+            for place, at in part.updates.items():
+                self.kept[id(values[place])] = values[place], outputs[at]
+                values[place].fill_(torch.nan)
+            return [outputs[at] for at in part.returned]
+
+        return run
+
+    def synchronize(self, tensors):
+        for one in tensors:
+            if id(one) in self.kept:
+                one.copy_(self.kept.pop(id(one))[1])
+
+    def synchronize_all(self):
+        found, self.asked = [one for one, _ in self.kept.values()], self.asked + 1
+        self.synchronize(found)
+        return bool(found)
+
+
+@pytest.fixture
+def backend():
+    capture._warn_of_limit.cache_clear()
+    made = Keeps()
+    yield made
+    del graphs.states.backends[made.name]
+
+
+def step(count, number):
+    """Compiled anew for each number."""
+    count.add_(number)
+    return count * 2
+
+
+def check(compiled, count, numbers):
+    """Calls in turn, beside the same in torch; ``count`` may be NaN before."""
+    expected = torch.zeros(3)
+    count.zero_()
+    for number in numbers:
+        assert torch.equal(compiled(count, number), step(expected, number))
+    return expected
+
+
+@torch.no_grad()
+def test_torch_computes_with_current_states_past_its_limit(backend):
+    compiled, count = backend.compiled(step, dynamic=False), torch.zeros(3)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        check(compiled, count, [1, 1])
+        assert count.isnan().all()
+        assert not backend.asked
+        with pytest.warns(match="'step' or another function as often as its recompile_limit allows") as warned:
+            expected = check(compiled, count, [1, 2, 3, 1, 3, 4, 2, 3])
+        assert len(warned) == 1
+        assert len(backend.parts) == 2
+        assert torch.equal(count, expected)
+    expected = check(compiled, count, [1, 5, 1])  # torch compiles no more, whatever its limit
+    assert torch.equal(count, expected)
+    torch._dynamo.reset()
+    check(compiled, count, [1, 2, 3])
+    assert count.isnan().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("raises", [{"fullgraph": True}, {}])
+def test_states_stay_where_torch_raises_at_its_limit(raises, backend):
+    compiled, count = backend.compiled(step, dynamic=False, **raises), torch.zeros(3)
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=not raises):
+        check(compiled, count, [1, 2, 1])
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(count, 3)
+    assert count.isnan().all()
+    assert not backend.asked
+
+
+@torch.no_grad()
+def test_states_stay_while_the_limit_is_higher(backend):
+    compiled, count = backend.compiled(step, dynamic=False), torch.zeros(3)
+    with torch._dynamo.config.patch(recompile_limit=4):
+        check(compiled, count, [1, 2, 3, 1])
+        assert count.isnan().all()
+    check(compiled, count, [1, 2, 3, 1])
+    assert count.isnan().all()
+    with torch._dynamo.config.patch(recompile_limit=3):  # lowered after it was reached
+        expected = check(compiled, count, [1, 2, 5])
+    assert torch.equal(count, expected)
+
+
+@torch.no_grad()
+def test_the_limit_of_all_compilations_counts(backend):
+    compiled, count = backend.compiled(step, dynamic=False), torch.zeros(3)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        assert torch.equal(check(compiled, count, [1, 2, 3, 1, 3]), count)
+
+
+@torch.no_grad()
+@pytest.mark.skipif("recompile_limit" not in inspect.signature(torch.compile).parameters, reason="torch has no such")
+def test_a_limit_of_one_call_of_torch_compile(backend):
+    options = {"dynamic": False, "isolate_recompiles": True}
+    few, count = backend.compiled(step, recompile_limit=2, **options), torch.zeros(3)
+    many = torch.compile(step, backend=graphs.torch_compile_backend(backend), recompile_limit=99, **options)
+    check(many, count, [*range(12)])
+    assert count.isnan().all()
+    check(few, count, [1, 1])
+    assert count.isnan().all()
+    assert torch.equal(check(few, count, [1, 2, 3, 1, 3]), count)
+
+
+@torch.no_grad()
+def test_states_of_other_functions_come_back_as_well(backend):
+    def shift(count, number):
+        return count - number
+
+    written, read, count = backend.compiled(step), backend.compiled(shift, dynamic=False), torch.zeros(3)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for number in range(1, 4):
+            written(count, 1)
+            assert torch.equal(read(count, number), torch.zeros(3))
