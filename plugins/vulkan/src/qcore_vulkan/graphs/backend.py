@@ -45,6 +45,11 @@ class VulkanGraphs(GraphBackend):
 
         synchronize(tensors)
 
+    def synchronize_all(self) -> bool:
+        from .states import synchronize_all
+
+        return synchronize_all()
+
 
 qcore_vulkan = torch_compile_backend(VulkanGraphs())
 """What `torch.compile` calls: the entry point of the group ``torch_dynamo_backends``."""

@@ -84,7 +84,9 @@ class Program:
         outputs = [torch.empty(like.shape, dtype=host_dtype(like.dtype), device="cpu") for like in self._results]
         recorded.program.run(inputs, outputs)
         tensors: list[Tensor] = [values[i] for i in self._states]  # type: ignore[misc]
+        me = threading.get_ident()
         for at in self._deferred:
+            held[at].thread = me
             if self._states[at] in self._copied:
                 states.read_into(held[at].buffer, tensors[at])
             elif held[at].sentinels is None:

@@ -7,7 +7,9 @@ the tensor's version counter, and uploaded: all of it, or with the device's valu
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -33,13 +35,13 @@ class State:
     """The device's copy of a tensor.
 
     **Attributes:** ``sentinels``: what the tensor's own memory holds if the device is ahead of it; ``replaced``:
-    whether another device has the tensor's values now.
+    whether another device has the tensor's values now; ``thread``: the thread that wrote it last.
     """
 
     def __init__(self, device: Device, tensor: Tensor) -> None:
         self.device, self.buffer = device, static(device, tensor)
         self.stamp, self.sentinels = Stamp(tensor), None  # type: Stamp, Sentinels | None
-        self.replaced = False
+        self.replaced, self.thread = False, threading.get_ident()
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Whether torch has written to the tensor."""
@@ -235,3 +237,18 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
     """Write the values of states among ``tensors``, or that these are views of, to the memory that torch sees."""
     for tensor in tensors:
         current(tensor)
+
+
+def synchronize_all() -> bool:
+    """Write back all states that this thread wrote last: others may be in use. Whether the memory of one was behind.
+
+    Leaves those whose values are lost, or that torch has written stale values to: what uses one next raises.
+    """
+    found, me = False, threading.get_ident()
+    for ref, state in [*_known.values()]:
+        tensor = ref()
+        if tensor is not None and state.sentinels is not None and state.thread == me:
+            with contextlib.suppress(PluginError):
+                state.write_back(tensor)
+                found = True
+    return found
