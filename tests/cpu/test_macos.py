@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("ziglang", reason="pip install ziglang")
 
 # Every Arm processor of Apple's has dot products: one file needs flags. Zig takes the name of a processor.
-FILES = dict.fromkeys(
-    ("core", "conv", "dispatch", "host", "ops", "pages", "panels", "program", "isa_generic", "isa_neon", "isa_neondot"), ()
-)
+SHARED = ("core", "conv", "dispatch", "host", "ops", "pages", "panels", "program")
+FILES = dict.fromkeys((*SHARED, "isa_generic", "isa_neon", "isa_neondot"), ())
 FILES["isa_neoni8mm"] = ("-mcpu=apple_m2",)
 
 
