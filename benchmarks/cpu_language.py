@@ -1,6 +1,7 @@
 """Tokens per second of a language model on a CPU: transformers with qcore, dense, and llama.cpp on the same file.
 
-The model is SmolLM2-135M, or a Llama of 1.1 billion random weights (``--model random-1.1b``).
+The model is SmolLM2-135M, or a Llama of random weights, of 1.1 billion or of SmolLM2's shape (``--model random-1.1b``,
+``random-135m``).
 
 Prints a Markdown table. All candidates take turns in one process, and the best of the rounds counts. With
 ``--threads 1`` the clock is the process's CPU time, which other work on the machine hardly touches (pin it:
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _random_gguf import write_random_llama
+from _random_gguf import SHAPES, write_random_llama
 from _table import header, markdown
 from torch import Tensor, nn
 
@@ -268,7 +269,7 @@ def measure(candidates: dict[str, Candidate], tokens: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["smollm2", "random-1.1b"], default="smollm2")
+    parser.add_argument("--model", choices=["smollm2", *SHAPES], default="smollm2")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--schemes",
@@ -282,7 +283,8 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - one model after the other runs the same code
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         # no_grad as in `generate`: inference mode keeps fused layers from sharing a call
-        file = gguf() if args.model == "smollm2" else write_random_llama(Path(folder) / "random.gguf")
+        shape = SHAPES.get(args.model)
+        file = gguf() if shape is None else write_random_llama(Path(folder) / "random.gguf", shape)
         found = {"dense bfloat16": of_transformers(dense(file)), "host": of_transformers(hollow(file))}
         found |= {name: candidate(file, name) for name in args.schemes.split(",")}
         try:
