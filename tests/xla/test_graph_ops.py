@@ -51,6 +51,23 @@ def test_every_rule_has_a_case():
     assert not sorted(set(rules.RULES) - found)
 
 
+EXTREMES = {
+    "amax": lambda x: x.amax(-1), "amin": lambda x: x.amin((0, 2)), "all": lambda x: x.max(), "least": lambda x: x.min(),
+    "max": lambda x: x.max(1)[0], "min": lambda x: x.min(2)[0], "norm": lambda x: torch.linalg.vector_norm(x, torch.inf),
+    "pool": lambda x: torch.nn.functional.adaptive_max_pool2d(x[None], (4, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_nan_in_large_tensors_is_kept(name):
+    torch.manual_seed(0)
+    x = torch.randn(16, 32, 64)  # XLA:CPU's own maximum drops NaN from 4096 numbers on
+    x[3, 10, 20] = torch.nan
+    y, expected, _ = run(EXTREMES[name], (x,))
+    assert expected.isnan().any()
+    check(y, expected, 1e-6)
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_rows_that_a_mask_hides_whole(name):
     torch.manual_seed(0)

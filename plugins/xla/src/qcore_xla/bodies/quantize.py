@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from . import extremes
 from .form import Activation
 
 _SMALLEST = 2.0**-126
@@ -39,7 +40,7 @@ def activations(
     if kind in {"fp8", "fp8-groups"}:
         shared = kind == "fp8"
         parts = x.astype(jnp.float32).reshape(x.shape[0], 1 if shared else groups, -1)
-        largest = _over(lax.pmax, jnp.max(jnp.abs(parts), axis=-1), axis if shared else "")
+        largest = _over(lax.pmax, extremes.largest_magnitude(parts, -1), axis if shared else "")
         s = _usable(largest / _LARGEST_FP8)
         return _e4m3(parts / s[:, :, None]).reshape(x.shape).astype(x.dtype), s, None
     if kind == "given":
@@ -48,11 +49,11 @@ def activations(
         s, z = _column(scale), _column(zero)
         return (x if x.dtype == jnp.int8 else _codes(x, s, z)), s, z
     if kind == "symmetric":
-        largest = _over(lax.pmax, jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32), axis)
+        largest = _over(lax.pmax, extremes.largest_magnitude(x, -1, keepdims=True), axis)
         s = _usable(largest / 127)
         return _codes(x, s, None), s, None
-    low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
-    high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True).astype(jnp.float32), 0)
+    low = jnp.minimum(extremes.smallest(x, -1, keepdims=True).astype(jnp.float32), 0)
+    high = jnp.maximum(extremes.largest(x, -1, keepdims=True).astype(jnp.float32), 0)
     low, high = _over(lax.pmin, low, axis), _over(lax.pmax, high, axis)
     s = _usable((high - low) / 255)
     z = jnp.where(high == low, 0.0, jnp.round(-128 - low / s))  # a token of zeros is zeros, whatever follows

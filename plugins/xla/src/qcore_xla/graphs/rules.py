@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import torch
 from jax import Array, lax
 
+from ..bodies.extremes import largest, smallest
+
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 """The rules by name of the op, without its overload."""
@@ -374,7 +376,7 @@ def _reduction(function: Callable[..., Any], integers: bool = False) -> Rule:
 
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": jnp.sum, "mean": jnp.mean, "amax": jnp.max, "amin": jnp.min, "any": jnp.any,
+    "sum": jnp.sum, "mean": jnp.mean, "amax": largest, "amin": smallest, "any": jnp.any,
 }  # fmt: skip
 for _name, _reduce in _REDUCTIONS.items():
     RULES[_name] = _reduction(_reduce, integers=_name == "sum")
@@ -397,7 +399,7 @@ def _extreme(reduce: Callable[..., Any], arg: Callable[..., Any]) -> Rule:
     return find
 
 
-RULES["max"], RULES["min"] = _extreme(jnp.max, jnp.argmax), _extreme(jnp.min, jnp.argmin)
+RULES["max"], RULES["min"] = _extreme(largest, jnp.argmax), _extreme(smallest, jnp.argmin)
 
 
 def _arg(function: Callable[..., Any]) -> Rule:
@@ -426,7 +428,7 @@ def _vector_norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False,
     if order == 2:
         return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
     if order == math.inf:
-        return jnp.max(wide, axis=axes, keepdims=keepdim)
+        return largest(wide, axis=axes, keepdims=keepdim)
     return jnp.sum(wide**order, axis=axes, keepdims=keepdim) ** (1 / order)
 
 

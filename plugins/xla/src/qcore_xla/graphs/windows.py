@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..bodies.extremes import largest
 from .rules import RULES, rule, widened
 
 
@@ -92,7 +93,7 @@ def _adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Any:
 @rule("adaptive_max_pool2d")
 def _adaptive_max_pool2d(x: Any, size: Sequence[int]) -> tuple[Any, None]:
     height, width = x.shape[-2] // size[0], x.shape[-1] // size[1]
-    return jnp.max(x.reshape(*x.shape[:-2], size[0], height, size[1], width), axis=(-3, -1)), None
+    return largest(x.reshape(*x.shape[:-2], size[0], height, size[1], width), axis=(-3, -1)), None
 
 
 @rule("as_strided")
