@@ -51,6 +51,8 @@ def main(devices):
         close(over_rows(everywhere, rows), mlp(whole, rows))
     for scheme in ("wfp8afp8", "wfp8afp8-g64", "wfp8afp8-g128", "w4afp8-g128-asym"):
         check_parts_of_unlike_sizes(scheme, mesh)
+    for scheme in ("w8a8", "w8a8-aasym", "wfp8afp8"):
+        check_nan_of_one_device(scheme, mesh)
     print("equal", len(jax.devices()))
 
 
@@ -65,6 +67,18 @@ def check_parts_of_unlike_sizes(scheme, mesh):
     np.testing.assert_allclose(
         jax.jit(qcore_xla.linear)(x, cut), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
     )
+
+
+def check_nan_of_one_device(scheme, mesh):
+    """A token that holds NaN on one device gives NaN; those beside it do not."""
+    k = 128 * mesh.size
+    weight = qcore.quantize(torch.randn(24, k), qcore.Scheme.parse(scheme).weight)
+    x = torch.randn(20, k)
+    x[7, 130] = torch.nan
+    cut = qcore_xla.pack(weight, scheme, cut="row", mesh=mesh)
+    found = np.isnan(jax.jit(qcore_xla.linear)(jnp.asarray(x.numpy()), cut))
+    assert found[7].all(), scheme
+    assert found.sum() == 24, scheme
 
 
 if __name__ == "__main__":

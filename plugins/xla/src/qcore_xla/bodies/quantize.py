@@ -5,7 +5,6 @@ Everything is computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ def activations(
     if kind in {"fp8", "fp8-groups"}:
         shared = kind == "fp8"
         parts = x.astype(jnp.float32).reshape(x.shape[0], 1 if shared else groups, -1)
-        largest = _over(lax.pmax, extremes.largest_magnitude(parts, -1), axis if shared else "")
+        largest = extremes.largest_magnitude(parts, -1, over=axis if shared else "")
         s = _usable(largest / _LARGEST_FP8)
         return _e4m3(parts / s[:, :, None]).reshape(x.shape).astype(x.dtype), s, None
     if kind == "given":
@@ -49,19 +48,14 @@ def activations(
         s, z = _column(scale), _column(zero)
         return (x if x.dtype == jnp.int8 else _codes(x, s, z)), s, z
     if kind == "symmetric":
-        largest = _over(lax.pmax, extremes.largest_magnitude(x, -1, keepdims=True), axis)
+        largest = extremes.largest_magnitude(x, -1, keepdims=True, over=axis)
         s = _usable(largest / 127)
         return _codes(x, s, None), s, None
-    low = jnp.minimum(extremes.smallest(x, -1, keepdims=True).astype(jnp.float32), 0)
-    high = jnp.maximum(extremes.largest(x, -1, keepdims=True).astype(jnp.float32), 0)
-    low, high = _over(lax.pmin, low, axis), _over(lax.pmax, high, axis)
+    low = jnp.minimum(extremes.smallest(x, -1, keepdims=True, over=axis).astype(jnp.float32), 0)
+    high = jnp.maximum(extremes.largest(x, -1, keepdims=True, over=axis).astype(jnp.float32), 0)
     s = _usable((high - low) / 255)
     z = jnp.where(high == low, 0.0, jnp.round(-128 - low / s))  # a token of zeros is zeros, whatever follows
     return _codes(x, s, z), s, z
-
-
-def _over(reduce: Callable[[Array, str], Array], x: Array, axis: str) -> Array:
-    return reduce(x, axis) if axis else x
 
 
 def requantized(y: Array, scale: Array | None, zero: Array | None) -> Array:
