@@ -338,7 +338,8 @@ class TestConv2d:
             problem = case.build(0)
             r = problem.request
             s, z = r.activation.scale, r.activation.zero_point
-            x = ((torch.round(problem.x / F(s)) + z).clamp(-128, 127).double() - z) * float(F(s))
+            codes = problem.x if problem.x.dtype == torch.int8 else (torch.round(problem.x / F(s)) + z).clamp(-128, 127)
+            x = (codes.double() - z) * float(F(s))
             bias = None if problem.bias is None else problem.bias.double()
             y = torch.nn.functional.conv2d(x, dense_kernel(problem.weight, r, torch.float64), bias, **geometry(r))
             found = CONV2D.reference(problem)
@@ -382,6 +383,7 @@ class TestConv2d:
             problem = case.build(0)
             r = problem.request
             kernel, bias = problem.weight.dequantize(torch.float32), problem.bias
+            bias = None if bias is None else bias.float()
             shape, options = (r.n, *r.kernel_size, -1), geometry(r)
             if wrong == "columns":  # read in (IC, KH, KW) order
                 dense = kernel.view(r.n, -1, *r.kernel_size)

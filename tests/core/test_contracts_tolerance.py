@@ -94,7 +94,7 @@ class TestCases:
     def test_the_shapes_of_the_design(self):
         problems = [c.build(0) for c in linear_cases("w4a16-g128-asym", torch.float32)]
         rows = {p.x.shape[:-1].numel() for p in problems}
-        assert {0, 1, 2, 15, 16, 17, 31, 33, 256} <= rows
+        assert {0, 1, 2, 8, 15, 16, 17, 31, 32, 33, 64, 128, 200, 256, 2100} <= rows
         assert any(p.x.shape[0] > p.request.k for p in problems if p.x.dim() == 2)
         assert {5, 77} <= {p.request.k for p in problems}
         assert any(p.request.k % 128 and p.request.k > 128 for p in problems)
@@ -103,7 +103,33 @@ class TestCases:
         assert any(not p.x.is_contiguous() for p in problems)
         assert any((p.weight.dequantize().abs().amax(1) == 0).any() for p in problems)
         bf16 = [c.build(0) for c in linear_cases("w4a16-g128-asym", torch.bfloat16)]
-        assert {p.bias.dtype for p in bf16 if p.bias is not None} == {torch.bfloat16, torch.float32}
+        assert {p.bias.dtype for p in bf16 if p.bias is not None} == set(DTYPES)
+
+    @pytest.mark.parametrize("contract", CONTRACTS.values(), ids=lambda contract: contract.name)
+    def test_scales_in_halves_are_partly_subnormal(self, contract):
+        (case,) = [
+            c for c in contract.cases([Scheme.parse("w4a16-g32-fzp")], [torch.float32]) if c.id.endswith("half-scales]")
+        ]
+        weight = case.build(0).weight
+        scale = weight.scale.abs().double()
+        subnormal = (scale > 0) & (scale < torch.finfo(torch.float16).smallest_normal)
+        assert (weight.scale.dtype, weight.zero.dtype) == (torch.float16, torch.float16)
+        assert 0.4 < subnormal.double().mean() < 0.6
+
+    @pytest.mark.parametrize("contract", ["linear", "conv2d"])
+    def test_codes_come_with_a_static_scale_only(self, contract):
+        schemes = [Scheme.parse(text) for text in ("w8a8", "w8a8-static", "w8a8-static-o8", "wfp8afp8-static")]
+        found = [c for c in CONTRACTS[contract].cases(schemes, [torch.bfloat16]) if c.id.endswith("bfloat16-codes]")]
+        assert [case.scheme for case in found] == ["w8a8-static", "w8a8-static-o8"]
+        problem = found[0].build(0)
+        assert (problem.x.dtype, problem.request.x_dtype) == (torch.int8, torch.int8)
+        assert problem.bias.dtype == problem.request.out_dtype == torch.bfloat16
+
+    def test_static_scales_differ_from_case_to_case(self):
+        cases = LINEAR.cases([Scheme.parse("w8a8-static-o8")], [torch.float32])
+        requests = [case.build(0).request for case in cases if case.scheme == "w8a8-static-o8"]
+        assert len({request.activation.scale for request in requests}) == len(requests)
+        assert len({request.output.scale for request in requests}) == len(requests)
 
     @pytest.mark.parametrize("text", ["w8a16", "w4a16-g128"])
     def test_zero_groups_leave_something(self, text):

@@ -28,6 +28,7 @@ from .base import (
     weight_magnitude,
 )
 from .inputs import Draw, Parts, laid_out
+from .linear import may_be_codes
 
 Pair = tuple[int, int]
 
@@ -134,6 +135,9 @@ class _Shape:
     bias: bool = False
     channels_last: bool = False
     parts: Parts = "dense"
+    weights: str = "skewed"
+    other_bias: bool = False
+    codes: bool = False
 
 
 _OUTPUTS = 20
@@ -148,6 +152,13 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("1x7", (1, 4, 5, 12), 3, (1, 7), padding=(0, 3)),
     _Shape("grouped", (2, 6, 6, 6), 4, (3, 3), padding=(1, 1), groups=2, bias=True),
     _Shape("depthwise", (1, 6, 8, 8), 6, (3, 3), padding=(1, 1), groups=6),
+    _Shape("depthwise-strided", (1, 6, 9, 8), 6, (3, 3), stride=(2, 2), padding=(1, 1), groups=6),
+    _Shape("depthwise-multiplied", (2, 5, 6, 6), 10, (3, 3), padding=(1, 1), groups=5, bias=True),
+    _Shape("grouped-dilated", (1, 6, 9, 8), 4, (3, 3), padding=(2, 2), dilation=(2, 2), groups=2),
+    _Shape("dilated-strided", (1, 4, 11, 10), 6, (3, 3), stride=(2, 1), padding=(1, 2), dilation=(2, 3)),
+    _Shape("bias-other", (2, 4, 5, 6), 8, (3, 3), padding=(1, 1), bias=True, other_bias=True),
+    _Shape("narrow-scales", (1, 8, 5, 5), 8, (3, 3), padding=(1, 1), weights="narrow"),
+    _Shape("half-scales", (1, 8, 5, 5), 8, (3, 3), padding=(1, 1), weights="half"),
     _Shape("wide", (1, 16, 4, 4), 20, (3, 3), padding=(1, 1)),
     _Shape("channels-last", (2, 8, 6, 5), 8, (3, 3), padding=(1, 1), channels_last=True),
     _Shape("batch-0", (0, 4, 6, 6), 8, (3, 3)),
@@ -157,7 +168,8 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("strided-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="strided"),
     _Shape("expanded-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="expanded"),
 )
-
+_CODES = _Shape("codes", (2, 4, 6, 7), 8, (3, 3), padding=(1, 1), bias=True, codes=True)
+"""x arrives as int8 codes of a per-tensor scale; padding is their zero point."""
 
 _STRIDES = {"dense": "dense", "strided": "columns", "expanded": "expanded"}
 """The memory layout of x for each memory layout of bias and weight."""
@@ -192,13 +204,15 @@ class Conv2dContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in (s for s in schemes if not _per_token(s)):
             for dtype in dtypes:
-                for shape in _SHAPES:
+                for shape in (*_SHAPES, _CODES) if may_be_codes(scheme.activation) else _SHAPES:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
             request = _request(draw.fill(scheme), device, dtype, shape)
+            if shape.codes:
+                request = replace(request, x_dtype=torch.int8)
             return _problem(draw, request, shape)
 
         name = f"conv2d[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
@@ -237,11 +251,13 @@ def _request(scheme: Scheme, device: torch.device, dtype: torch.dtype, shape: _S
 
 
 def _problem(draw: Draw, request: Conv2dRequest, shape: _Shape) -> Problem:
-    weight = draw.weight(request.n, request.k, request.weight)
+    weight = draw.weight(request.n, request.k, request.weight, shape.weights)
     x = draw.activations(shape.x, request.x_dtype, "normal", _STRIDES[shape.parts])
     if shape.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    bias = draw.bias(request.n, "same" if request.bias else "none", request.x_dtype)
+    kind = "other" if shape.other_bias else "same"
+    dtype = next((d for d in (request.x_dtype, request.out_dtype) if d.is_floating_point), torch.float32)
+    bias = draw.bias(request.n, kind if request.bias else "none", dtype)
     return laid_out(Problem(request, x, weight, bias), shape.parts)
 
 

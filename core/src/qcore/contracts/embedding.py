@@ -79,10 +79,13 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("d-5", (5,), 3, 5),
     _Shape("ragged", (6,), 16, 168),
     _Shape("many", (300,), 129, 64),
+    _Shape("very-many", (2100,), 40, 32),
     _Shape("int32-indices", (9,), 20, 64, dtype=torch.int32),
     _Shape("extreme-codes", (9,), 20, 160, weights="codes"),
     _Shape("signed-scales", (9,), 20, 160, weights="signed"),
     _Shape("zero-groups", (9,), 20, 128, weights="zeros"),
+    _Shape("narrow-scales", (9,), 20, 128, weights="narrow"),
+    _Shape("half-scales", (9,), 20, 128, weights="half"),
     _Shape("strided-parts", (4, 3), 20, 160, parts="strided"),
     _Shape("expanded-parts", (4, 3), 20, 160, dtype=torch.int32, parts="expanded"),
 )

@@ -28,7 +28,7 @@ from .base import (
     product_error,
     weight_magnitude,
 )
-from .inputs import Draw, small_k, small_n
+from .inputs import BiasDtype, Draw, small_k, small_n
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Shape:
     rows: tuple[int, ...]
     n: int
     k: int
-    bias: bool = False
+    bias: BiasDtype = "none"
     behind: int = 0
     strides: Literal["dense", "columns", "rows"] = "dense"
     weights: str = "skewed"
@@ -97,9 +97,12 @@ _SHAPES = (
     _Shape("one-of-many", (0, 0, 9, 0), 16, 64),
     _Shape("no-rows", (0, 0, 0), 16, 64),
     _Shape("one-row-each", (1,) * 8, 48, 256),
-    _Shape("many-rows", (70, 3, 65), 48, 160, bias=True),
-    _Shape("bias", (3, 0, 2), 20, 64, bias=True),
-    _Shape("rows-behind", (2, 3), 16, 64, bias=True, behind=3),
+    _Shape("many-rows", (70, 3, 65), 48, 160, bias="same"),
+    _Shape("many-experts", (1, 0, 2, 1) * 10, 16, 32),
+    _Shape("hundreds-of-rows", (200, 3), 16, 64),
+    _Shape("bias", (3, 0, 2), 20, 64, bias="same"),
+    _Shape("bias-other", (3, 2), 20, 64, bias="other"),
+    _Shape("rows-behind", (2, 3), 16, 64, bias="same", behind=3),
     _Shape("k-odd", (3, 1), 8, 77),
     _Shape("n-odd", (2, 5), 13, 64),
     _Shape("strided-columns", (3, 4), 16, 64, strides="columns"),
@@ -107,6 +110,8 @@ _SHAPES = (
     _Shape("extreme-codes", (3, 4, 1), 20, 160, weights="codes"),
     _Shape("signed-scales", (3, 4, 1), 20, 160, weights="signed"),
     _Shape("zero-groups", (2, 2), 16, 256, weights="zeros"),
+    _Shape("narrow-scales", (2, 2), 16, 128, weights="narrow"),
+    _Shape("half-scales", (2, 2), 16, 128, weights="half"),
 )
 
 
@@ -162,7 +167,8 @@ class GroupedLinearContract(Contract):
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
             request = self.request_for(draw.fill(scheme), device, dtype, shape.n, shape.k)
-            return _problem(draw, replace(request, experts=len(shape.rows), bias=shape.bias), shape, scheme.quantizer)
+            request = replace(request, experts=len(shape.rows), bias=shape.bias != "none")
+            return _problem(draw, request, shape, scheme.quantizer)
 
         name = f"grouped_linear[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
         return Case(name, self.name, str(scheme.blank()), make)
@@ -171,7 +177,8 @@ class GroupedLinearContract(Contract):
         draw = Draw(torch.Generator().manual_seed(seed))
         e = request.experts
         counts = ((1,) * e, tuple(3 * (i % 3) for i in range(e)), tuple(40 * (i == e // 2) for i in range(e)))
-        return [_problem(draw, request, _Shape("probe", rows, request.n, request.k, request.bias)) for rows in counts]
+        bias: BiasDtype = "same" if request.bias else "none"
+        return [_problem(draw, request, _Shape("probe", rows, request.n, request.k, bias)) for rows in counts]
 
     def around(self, request: Any, weight: QTensor, seed: int = 0) -> list[Problem]:
         draw = Draw(torch.Generator().manual_seed(seed))
@@ -194,7 +201,7 @@ def _problem(draw: Draw, request: GroupedLinearRequest, shape: _Shape, quantizer
     weights = [draw.weight(shape.n, shape.k, request.weight, shape.weights, quantizer) for _ in shape.rows]
     total = sum(shape.rows) + shape.behind
     x = draw.activations((total, shape.k), request.x_dtype, "normal", shape.strides)
-    bias = draw.normal(len(shape.rows), shape.n).to(request.x_dtype) if shape.bias else None
+    bias = draw.bias((len(shape.rows), shape.n), shape.bias, request.x_dtype)
     return Problem(request, x, QTensor.stack(weights), bias, {"offsets": _ends(shape.rows)})
 
 

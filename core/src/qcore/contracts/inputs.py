@@ -20,6 +20,11 @@ from .base import Problem
 Parts = Literal["dense", "strided", "expanded"]
 """The memory layout of bias, per-token parameters and the tensors of the weight."""
 
+BiasDtype = Literal["none", "same", "float32", "bfloat16", "float16", "other"]
+"""The dtype of a bias: "same" as x, or as the result if x holds codes; "other": narrower than x, or of another kind."""
+
+_BIASES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OTHER_DTYPES = {torch.float32: torch.float16, torch.bfloat16: torch.float32, torch.float16: torch.bfloat16}
 _SMALL = 256
 _SPIKES = {torch.float16: (3e4, -6e4, 1e3)}
 _WIDE_SPIKES = (1e6, -1e30, 300.0)
@@ -45,10 +50,10 @@ class Shape:
     lead: tuple[int, ...]
     n: int
     k: int
-    bias: Literal["none", "same", "float32"] = "none"
+    bias: BiasDtype = "none"
     strides: Literal["dense", "columns", "rows", "expanded"] = "dense"
-    weights: Literal["skewed", "codes", "zeros", "tiny", "narrow", "signed"] = "skewed"
-    inputs: Literal["normal", "large", "zero-rows", "outliers", "spikes"] = "normal"
+    weights: Literal["skewed", "codes", "zeros", "tiny", "narrow", "half", "signed"] = "skewed"
+    inputs: Literal["normal", "large", "zero-rows", "outliers", "spikes", "codes"] = "normal"
     parts: Parts = "dense"
 
 
@@ -70,12 +75,16 @@ class Draw:
         """Give values to the parameters of a static activation or output that has none."""
         activation, output = scheme.activation, scheme.output
         if isinstance(activation, StaticInt8) and not activation.is_given:
-            activation = StaticInt8(0.021, int(self.whole(-40, 40)))
+            activation = StaticInt8(self._about(0.021), int(self.whole(-40, 40)))
         if isinstance(activation, StaticFP8) and not activation.is_given:
-            activation = StaticFP8(0.0071)
+            activation = StaticFP8(self._about(0.0071))
         if output is not None and not output.is_given:
-            output = OutputInt8(0.05, int(self.whole(-20, 20)))
+            output = OutputInt8(self._about(0.05), int(self.whole(-20, 20)))
         return replace(scheme, activation=activation, output=output)
+
+    def _about(self, value: float) -> float:
+        """Draw a number near ``value``: with a constant, a kernel would pass that keeps the first scale it gets."""
+        return value * (0.75 + 0.5 * float(torch.rand((), generator=self.generator, dtype=torch.float64)))
 
     def weight(self, n: int, k: int, fmt: Format, kind: str = "skewed", quantizer: str = "") -> QTensor:
         """A quantized weight whose values are skewed to one side by group, so that a wrong zero point is obvious."""
@@ -90,7 +99,9 @@ class Draw:
             dense *= 1e-4
         fast = "absmax" if fmt.zero is ZeroPoint.NONE else "minmax"
         narrow = torch.bfloat16 if kind == "narrow" else torch.float32
-        return quantize(dense, fmt, fast if quantizer in ("", "mse", *NEEDS_MOMENTS) else quantizer, scale_dtype=narrow)
+        chosen = fast if quantizer in ("", "mse", *NEEDS_MOMENTS) else quantizer
+        weight = quantize(dense, fmt, chosen, scale_dtype=narrow)
+        return _in_halves(weight) if kind == "half" else weight
 
     def _codes(self, n: int, k: int, fmt: Format, *, signed: bool = False) -> QTensor:
         """All valid codes, drawn uniformly; ``signed``: with scales of either sign, as in GGUF files."""
@@ -150,10 +161,12 @@ class Draw:
         problem = Problem(request, x, weight, self.bias(shape.n, shape.bias, dtype), self.given(request, x))
         return laid_out(problem, shape.parts)
 
-    def bias(self, n: int, kind: str, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, n: int | tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor | None:
+        """A bias for x of ``dtype``, see `BiasDtype`."""
         if kind == "none":
             return None
-        return self.normal(n).to(torch.float32 if kind == "float32" else dtype)
+        other = _OTHER_DTYPES[dtype] if kind == "other" else dtype
+        return self.normal(*(n if isinstance(n, tuple) else (n,))).to(_BIASES.get(kind, other))
 
     def given(self, request: Any, x: Tensor) -> dict[str, Tensor]:
         """Per-token parameters, if the request has any."""
@@ -165,6 +178,24 @@ class Draw:
                 )
                 given[f"{prefix}_zero_point"] = self.whole(-30, 30, tokens).to(torch.int32)
         return given
+
+
+def _in_halves(weight: QTensor) -> QTensor:
+    """``weight`` with scales (and float zero points) in float16, subnormal ones for every other output.
+
+    Scale types that are not plain floats stay as they are.
+    """
+    if weight.format.scale is not ScaleType.FLOAT:
+        return weight
+    size = torch.where(torch.arange(weight.shape[0]) % 2 == 1, _SUBNORMAL_HALF / weight.scale.abs().amax(0), 1.0)
+    zero = weight.zero
+    if weight.format.zero is ZeroPoint.FLOAT and zero is not None:
+        zero = (zero * size).half()
+    return weight.derived(scale=(weight.scale * size).half(), zero=zero, quantizer=None)
+
+
+_SUBNORMAL_HALF = 3e-5
+"""Below 2**-14, the least normal number of float16."""
 
 
 def _spiked(k: int) -> int:

@@ -63,9 +63,10 @@ class LinearRequest:
         return replace(self, n=small_n(self.n), k=small_k(self.k, self.weight), rows=None, training=False)
 
 
-_ROWS = (0, 1, 2, 15, 16, 17, 31, 33, 256)
+_ROWS = (0, 1, 2, 8, 15, 16, 17, 31, 32, 33, 64, 128, 200, 256)
 _SHAPES: tuple[Shape, ...] = (
     *(Shape(f"rows-{m}", (m,), 32, 256) for m in _ROWS),
+    Shape("rows-2100", (2100,), 16, 32),
     Shape("m-above-k", (40,), 16, 8),
     Shape("m-above-k-wide", (300,), 32, 256),
     Shape("k-odd", (3,), 20, 77),
@@ -78,6 +79,9 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("batched-4d", (2, 1, 3), 20, 64),
     Shape("bias", (3,), 20, 64, bias="same"),
     Shape("bias-float32", (3,), 20, 64, bias="float32"),
+    Shape("bias-bfloat16", (3,), 20, 64, bias="bfloat16"),
+    Shape("bias-float16", (3,), 20, 64, bias="float16"),
+    Shape("rows-17-bias", (17,), 32, 256, bias="same"),
     Shape("bias-ragged", (17,), 12, 77, bias="same"),
     Shape("strided-columns", (6,), 16, 64, strides="columns"),
     Shape("strided-rows", (6,), 16, 64, strides="rows"),
@@ -88,6 +92,7 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("zero-groups", (4,), 16, 256, weights="zeros"),
     Shape("tiny-scales", (4,), 16, 128, weights="tiny"),
     Shape("narrow-scales", (4,), 16, 128, weights="narrow"),
+    Shape("half-scales", (4,), 16, 128, weights="half"),
     Shape("large-x", (4,), 16, 256, inputs="large"),
     Shape("zero-rows", (4,), 16, 64, inputs="zero-rows"),
     Shape("outliers", (4,), 16, 256, inputs="outliers"),
@@ -97,6 +102,8 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("expanded-parts", (5,), 48, 160, bias="float32", strides="expanded", parts="expanded"),
     Shape("deep", (2,), 48, 2048),
 )
+_CODES = Shape("codes", (5,), 20, 64, bias="same", inputs="codes")
+"""x arrives as int8 codes of a per-tensor scale."""
 
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
@@ -152,7 +159,7 @@ class LinearContract(Contract):
         given = _TOKEN_SCHEMES if int8 else ()
         for scheme in dict.fromkeys((*schemes, *map(Scheme.parse, given))):
             for dtype in dtypes:
-                for shape in _SHAPES:
+                for shape in (*_SHAPES, _CODES) if may_be_codes(scheme.activation) else _SHAPES:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: Shape) -> Case:
@@ -160,6 +167,8 @@ class LinearContract(Contract):
             draw = Draw(generator)
             filled = draw.fill(scheme)
             request = self.request_for(filled, device, dtype, shape.n, shape.k)
+            if shape.inputs == "codes":
+                request = replace(request, x_dtype=torch.int8)
             return draw.linear(replace(request, bias=shape.bias != "none"), shape, filled.quantizer, dtype)
 
         name = f"linear[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
@@ -185,6 +194,11 @@ class LinearContract(Contract):
         x = draw.activations((rows, request.k), request.x_dtype, "normal", "dense")
         bias = draw.bias(request.n, "same" if request.bias else "none", torch.float32)
         return Problem(request, x, weight, bias, draw.given(request, x))
+
+
+def may_be_codes(activation: Activation | None) -> bool:
+    """Whether x may arrive as codes of one scale that is part of the request."""
+    return isinstance(activation, StaticInt8) and not activation.per_token
 
 
 def _rows(problem: Problem) -> Tensor:
