@@ -14,7 +14,9 @@ from torch import Tensor
 from ..contracts import Problem
 from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded
+from ..formats.bits import raw
 from ..resolving.verification import difference, same_bits
+from ..weights.qtensor import QTensor
 from .case_selection import PreparedCase
 from .fallback_watch import Watch
 from .results import Outcome, Result
@@ -98,16 +100,48 @@ def check_origin(target: Target, kernel: Kernel) -> None:
 
 
 def pack_and_check(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
-    """Pack the problem's weight and check that unpacking restores it bit for bit."""
-    packed: dict[str, Tensor] = _guarded("pack", lambda: kernel.pack(here.weight))
-    back = _guarded("unpack", lambda: kernel.unpack(packed))
-    lost = difference(back, here.weight)
-    if lost:
-        raise BrokenLawError("pack", f"unpack(pack(w)) is not w: {lost}")
+    """Pack the problem's weight, which must stay as it is, and check that unpacking restores it bit for bit."""
+    before = here.weight.map(Tensor.clone)
+    packed = packed_by(kernel, here.weight)
+    if changed := difference(here.weight, before):
+        raise BrokenLawError("pack", f"pack changed the weight that it was given: {changed}")
+    # Layers share kernels: a weight that is packed in between makes no difference, unless the kernel holds one.
+    packed_by(kernel, _other(before))
+    if lost := _lost(kernel, packed, before):
+        held = not _lost(kernel, packed_by(kernel, before), before)
+        why = "; only the weight that was packed last is right: a kernel must not hold one" if held else ""
+        raise BrokenLawError("pack", f"unpack(pack(w)) is not w: {lost}{why}")
     elsewhere = {key: str(t.device) for key, t in packed.items() if t.device.type != here.weight.device.type}
     if elsewhere:
         raise BrokenLawError("pack", f"pack left tensors on another device than the weight's: {elsewhere}")
     return packed
+
+
+def _lost(kernel: Kernel, packed: dict[str, Tensor], weight: QTensor) -> str:
+    return difference(_guarded("unpack", lambda: kernel.unpack(packed)), weight)
+
+
+def packed_by(kernel: Kernel, weight: QTensor) -> dict[str, Tensor]:
+    """Pack a weight. Raises `BrokenLawError` unless the result is a dict of tensors by name."""
+    packed: Any = _guarded("pack", lambda: kernel.pack(weight))
+    if not isinstance(packed, dict):
+        raise BrokenLawError("pack", f"pack returned {described(packed)} instead of a dict of tensors")
+    for key, value in packed.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise BrokenLawError("pack", f"pack returned {described(value)} as {key!r} instead of a tensor by name")
+    return packed
+
+
+def _other(weight: QTensor) -> QTensor:
+    """Another weight of the same format: the same rows, in reverse."""
+    rows = {"data": weight.dim() - 2, "scale": -1, "zero": -1}
+    tensors = {name: tensor for name, tensor in weight.tensors().items() if name in rows}
+    return weight.derived(**{name: raw(t).flip(rows[name]).view(t.dtype) for name, t in tensors.items()})
+
+
+def described(value: object) -> str:
+    """Return what a hook or kernel returned in place of a tensor, in words."""
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
 def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[str, Tensor]) -> Any:

@@ -4,10 +4,10 @@ May import: nn, functional, resolving and the floors below, and the modules of `
 Imported by: runner, html_report.
 """
 
-from . import kernel, large, plugin
+from . import inputs, kernel, large, plugin
 from .base import EVERYWHERE, Law, LawItem, Samples, check_law, everywhere, law_items
 
-LAWS: tuple[Law, ...] = (*plugin.LAWS, *kernel.LAWS, *large.LAWS)
+LAWS: tuple[Law, ...] = (*plugin.LAWS, *kernel.LAWS, *inputs.LAWS, *large.LAWS)
 """Every law that is checked separately from the cases."""
 
 __all__ = ["EVERYWHERE", "LAWS", "Law", "LawItem", "Samples", "check_law", "everywhere", "law_items"]

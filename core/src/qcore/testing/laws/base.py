@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,14 @@ from ...errors import FormatError
 from ...formats import registered_elements
 from ...weights.schemes import Scheme
 from ..case_selection import PreparedCase
-from ..check import BrokenLawError, first_lines, pack_and_check
+from ..check import BrokenLawError, described, first_lines, inputs_unchanged, pack_and_check
 from ..results import Outcome, Result
 from ..target import Target
 
 EVERYWHERE = {
     "results": "results are within the tolerance of the contract",
     "raises": "pack, unpack and calls raise nothing for a request that was offered",
-    "pack": "unpack(pack(w)) equals w, bit for bit",
+    "pack": "unpack(pack(w)) equals w, bit for bit, also after another weight was packed, and w is unchanged",
     "inputs": "x, bias and packed weight are unchanged, and so is the memory between their strides",
     "no-fallback": "the plugin's own kernel computes the result, and hands nothing back to qcore",
     "origin": "kernels come from the plugin and carry its name",
@@ -40,7 +41,7 @@ EVERYWHERE = {
 
 _ORDINARY = (32, 256)
 """N and K of the weight for which a plugin must offer a kernel to count as supporting a scheme."""
-_PREFERRED = ("rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
+_PREFERRED = ("rows-17-bias", "rows-17", "3x3", "batched", "k-aligned-16", "rows-1", "1x1", "one")
 
 
 class SkippedLawError(Exception):
@@ -69,6 +70,28 @@ class Sample:
     here: Problem
     kernels: Sequence[Kernel]
     packs: Sequence[dict[str, Tensor]]
+
+
+def run_kernel(law: str, what: str, kernel: Kernel, here: Problem, packed: dict[str, Tensor]) -> Tensor:
+    """Call a kernel. Raises `BrokenLawError` if it raises, changes an input or returns something else than a tensor."""
+    with inputs_unchanged(here, packed, f"{what} "):
+        result = guarded(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
+    return checked(law, what, result)
+
+
+def checked(law: str, what: str, result: Any) -> Tensor:
+    """Return the result of a call, which has to be a tensor."""
+    if not isinstance(result, Tensor):
+        raise BrokenLawError(law, f"{what} returned {described(result)} instead of a tensor")
+    return result
+
+
+def guarded(law: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a call; what it raises breaks the law."""
+    try:
+        return call()
+    except Guarded as error:
+        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
 
 
 KernelLaw = Callable[[Target, Sample, Kernel, dict[str, Tensor]], None]

@@ -1,9 +1,13 @@
-"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, empty inputs, two devices, the decision."""
+"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, own results, two devices, the decision.
+
+`laws.inputs` has those on unusual inputs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -23,10 +27,10 @@ from ...resolving.verification import same_bits
 from ...runtime import settings
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, first_lines, inputs_unchanged, memory, resized, same_values
+from ..check import BrokenLawError, inputs_unchanged, resized, same_values
 from ..fallback_watch import OwnOps
 from ..target import Target
-from .base import InapplicableError, Law, Sample
+from .base import InapplicableError, Law, Sample, checked, guarded, run_kernel
 
 _THREADS, _CALLS = 8, 3
 _COMPILED_ROWS = {
@@ -40,31 +44,20 @@ sizes; numbers of images stay below 16, from which torch's own convolutions spec
 Packed = dict[str, Tensor]
 
 
-def _call(law: str, what: str, kernel: Kernel, here: Problem, packed: Packed) -> Any:
-    with inputs_unchanged(here, packed, f"{what} "):
-        return _guard(law, what, lambda: kernel(here.x, packed, here.bias, **here.given))
-
-
-def _guard(law: str, what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Guarded as error:
-        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
-
-
 def fakes(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Run with fake tensors: shape, dtype and device must equal those of the real result."""
     from torch._subclasses import FakeTensorMode
 
     here = sample.here
-    real = _call("fake", f"{kernel.name}", kernel, here, packed)
+    real = run_kernel("fake", kernel.name, kernel, here, packed)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_here = replace(
             here, x=mode.from_tensor(here.x), bias=_faked(mode, here.bias), given=_all_faked(mode, here.given)
         )
         fakes = _all_faked(mode, packed)
         call = partial(kernel, fake_here.x, fakes, fake_here.bias, **fake_here.given)
-        fake = _guard("fake", f"{kernel.name} under fake tensors", call)
+        what = f"{kernel.name} under fake tensors"
+        fake = checked("fake", what, guarded("fake", what, call))
     for what in ("shape", "dtype", "device"):
         mine, true = getattr(fake, what), getattr(real, what)
         if mine != true:
@@ -82,7 +75,7 @@ def _all_faked(mode: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def opcheck(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Run `torch.library.opcheck` for every op of the plugin that the kernel calls."""
     with OwnOps() as seen:
-        _call("opcheck", kernel.name, kernel, sample.here, packed)
+        run_kernel("opcheck", kernel.name, kernel, sample.here, packed)
     if not seen.calls:
         raise InapplicableError(f"{kernel.name} calls no op of its own, only torch's")
     _check_ops("opcheck", kernel, seen)
@@ -92,7 +85,7 @@ def _check_ops(law: str, kernel: Kernel, seen: OwnOps) -> None:
     for op, (args, kwargs) in seen.calls.items():
         # opcheck reads the storage of its arguments, which oneDNN's packed weights do not have.
         if not any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in tree_leaves(args)):
-            _guard(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
+            guarded(law, f"{kernel.name}: opcheck of {op}", partial(torch.library.opcheck, op, args, kwargs))
 
 
 def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
@@ -105,7 +98,7 @@ def compiles(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
         here = problem.to(target.device)
         what = f"{kernel.name}: torch.compile(fullgraph=True, dynamic=True) with {rows} rows"
         with inputs_unchanged(here, packed, f"{what} "):
-            result = _guard("compile", what, partial(call, here.x, here.given))
+            result = guarded("compile", what, partial(call, here.x, here.given))
         verdict = sample.prepared.contract.judge(problem, result)
         if not verdict.ok:
             raise BrokenLawError("compile", f"{what} returned a wrong result: {verdict.message}")
@@ -138,7 +131,7 @@ def _compiled(
 
 def deterministic(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Check that equal inputs give equal bits."""
-    first, second = (_call("determinism", kernel.name, kernel, sample.here, packed) for _ in range(2))
+    first, second = (run_kernel("determinism", kernel.name, kernel, sample.here, packed) for _ in range(2))
     if not same_bits(first, second):
         raise BrokenLawError(
             "determinism", f"{kernel.name}: two calls with the same input differ in {_differing(first, second)}"
@@ -151,47 +144,43 @@ def _differing(a: Tensor, b: Tensor) -> str:
 
 def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Call the kernel with the same packed weight from eight threads."""
-    alone = _call("threads", kernel.name, kernel, sample.here, packed)
+    inputs = [_rolled(sample.here, turn) for turn in range(_THREADS)]  # a mix-up of equal inputs would not show
+    alone = [run_kernel("threads", kernel.name, kernel, here, packed) for here in inputs]
     start, cores = threading.Barrier(_THREADS), torch.get_num_threads()
-    found: list[Tensor | BaseException] = []
+    found: list[tuple[Tensor, Any]] = []
 
-    def work() -> None:
+    def work(here: Problem, expected: Tensor) -> None:
         # Thread-local in OpenMP, too: a product that is split among more cores rounds its sums in another order.
         torch.set_num_threads(cores)
         with torch.no_grad():  # grad mode is thread-local
             start.wait()
             try:
-                found.extend(
-                    kernel(sample.here.x, packed, sample.here.bias, **sample.here.given) for _ in range(_CALLS)
-                )
+                found.extend((expected, kernel(here.x, packed, here.bias, **here.given)) for _ in range(_CALLS))
             except Guarded as error:
-                found.append(error)
+                found.append((expected, error))
 
-    workers = [threading.Thread(target=work) for _ in range(_THREADS)]
-    with inputs_unchanged(sample.here, packed, f"{kernel.name} "):
+    workers = [threading.Thread(target=work, args=pair) for pair in zip(inputs, alone, strict=True)]
+    with contextlib.ExitStack() as unchanged:
+        for here in inputs:
+            unchanged.enter_context(inputs_unchanged(here, packed, f"{kernel.name} "))
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-    for result in found:
+    what = f"{kernel.name}: in {_THREADS} threads it"
+    for expected, result in found:
         if isinstance(result, BaseException):
-            raise BrokenLawError(
-                "threads", f"{kernel.name}: in {_THREADS} threads it raised {type(result).__name__}: {result}"
-            )
-        if not same_bits(result, alone):
+            raise BrokenLawError("threads", f"{what} raised {type(result).__name__}: {result}")
+        if not same_bits(checked("threads", what, result), expected):
             raise BrokenLawError(
                 "threads",
                 f"{kernel.name}: a result from one of {_THREADS} threads differs from the result of a single thread",
             )
 
 
-def empty(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Call the kernel with an x without rows."""
-    problem = resized(sample.prepared.on(target.device), 0)
-    result = _call("empty", f"{kernel.name} with no rows", kernel, problem.to(target.device), packed)
-    verdict = sample.prepared.contract.judge(problem, result)
-    if not verdict.ok:
-        raise BrokenLawError("empty", f"{kernel.name} with no rows: {verdict.message}")
+def _rolled(here: Problem, turn: int) -> Problem:
+    """The problem with the rows of x in another order."""
+    return replace(here, x=here.x.roll(turn, 0)) if here.x.dim() else here
 
 
 _CALLS_KEPT = 4
@@ -202,8 +191,8 @@ def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed)
     """Check that each result has its own memory: not part of an input, and not written to by later calls."""
     kept: list[tuple[Tensor, Tensor]] = []
     for turn in range(_CALLS_KEPT):
-        here = replace(sample.here, x=sample.here.x.roll(turn, 0) if sample.here.x.dim() else sample.here.x)
-        result = _call("outputs", kernel.name, kernel, here, packed)
+        here = _rolled(sample.here, turn)
+        result = run_kernel("outputs", kernel.name, kernel, here, packed)
         shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
         if shared:
             raise BrokenLawError("outputs", f"{kernel.name}: its result shares memory with {shared}")
@@ -228,33 +217,6 @@ def _address(tensor: Tensor) -> object:
         return object()
 
 
-def strides(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Check results for an x with unusual strides: expanded, transposed, or inside of a larger tensor."""
-    plain = sample.prepared.on(target.device)
-    for how, x in _strided(plain.x):
-        problem, here = replace(plain, x=x), replace(sample.here, x=_moved(x, target.device))
-        result = _call("strides", f"{kernel.name} with x {how}", kernel, here, packed)
-        verdict = sample.prepared.contract.judge(problem, result)
-        if not verdict.ok:
-            raise BrokenLawError("strides", f"{kernel.name} with x {how}: {verdict.message}")
-
-
-def _strided(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield x with other strides and a description of each; the first is one row, expanded."""
-    yield "one row expanded", x[:1].expand(x.shape)
-    yield "every other element", torch.stack((x, x), dim=-1)[..., 0]
-    yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
-    # A kernel that reads outside of x gets conspicuous values.
-    around = torch.full([size + 2 for size in x.shape], 77, dtype=x.dtype)
-    inside = around[tuple(slice(1, -1) for _ in x.shape)]
-    yield "inside of a larger tensor", inside.copy_(x)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Copy the whole storage of x to ``device`` and return the same view of it."""
-    return memory(x).clone().view(x.dtype).to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
 def _packed_call(kernel: Kernel, here: Problem) -> Tensor:
     return kernel(here.x, kernel.pack(here.weight), here.bias, **here.given)
 
@@ -270,7 +232,7 @@ def two_devices(target: Target, sample: Sample, kernel: Kernel, packed: Packed) 
     here = problem.to(second)
     answer = target.ask(problem.request)
     for other in answer.kernels:
-        result = _guard(
+        result = guarded(
             "devices",
             f"{other.name} on {second}",
             partial(_packed_call, other, here),
@@ -285,11 +247,11 @@ def decided(target: Target, sample: Sample) -> None:
     here = sample.here
     with settings.using(target.name, verify="always"):
         if here.given:  # per-token parameters are passed with each call: modules do not take them
-            _expect(target, _guard("decision", "resolving", lambda: resolve(here.request)))
+            _expect(target, guarded("decision", "resolving", lambda: resolve(here.request)))
             return
-        module = _guard("decision", "creating a module", lambda: _module(here))
+        module = guarded("decision", "creating a module", lambda: _module(here))
         with inputs_unchanged(here, {}, "the module "):
-            result = _guard("decision", "calling the module", lambda: module(here.x))
+            result = guarded("decision", "calling the module", lambda: module(here.x))
     _expect(target, module.decision)
     verdict = sample.prepared.judge(here, result)
     if not verdict.ok:
@@ -346,9 +308,7 @@ LAWS = (
         sparse=True,
     ),
     Law("determinism", "equal inputs give equal bits", kernel=deterministic),
-    Law("threads", "eight threads share a kernel and get equal results", kernel=threads),
+    Law("threads", "eight threads share a kernel, and each gets the result of its own x", kernel=threads),
     Law("outputs", "each result has memory of its own, which no later call modifies", kernel=own_results),
-    Law("strides", "x may have any strides, and its memory is unchanged", kernel=strides),
-    Law("empty", "an x without rows gives a result without rows", kernel=empty),
     Law("devices", "on a machine with two devices of one kind, each gives correct results", kernel=two_devices),
 )

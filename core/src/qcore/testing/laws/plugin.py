@@ -27,7 +27,7 @@ from ...resolving.verification import difference, run_check
 from ...runtime import settings
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError
+from ..check import BrokenLawError, packed_by
 from ..layouts import layout_fault, layouts_of
 from ..preflight import HEAVY
 from ..target import Target
@@ -130,7 +130,7 @@ def _try_request(target: Target, request: Request, law: str) -> int:
         return 0
     for kernel in answer.kernels:
         weight = extreme.to(target.device)
-        lost = difference(kernel.unpack(kernel.pack(weight)), weight)
+        lost = difference(kernel.unpack(packed_by(kernel, weight)), weight)
         if lost:
             raise BrokenLawError(law, f"{kernel.name}, {what}: unpack(pack(w)) is not w: {lost}")
         checked = run_check(kernel, request)

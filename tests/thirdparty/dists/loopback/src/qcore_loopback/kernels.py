@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 import qcore
 from qcore.formats import ZeroPoint
+from qcore.plugin_api import check_indices
 from qcore.weights.activations import dynamic_parameters, quantize_int8
 
 _library = torch.library.Library("qcore_loopback", "DEF")
@@ -34,6 +35,7 @@ def _(a, codes, scale, minus, plus, group):
 
 @torch.library.impl(_library, "gather", "CPU")
 def _gather(i, codes, scale, minus, plus, group):
+    check_indices(i, len(codes))
     parameters = [None if p is None else p.index_select(1, i) for p in (scale, minus, plus)]
     return _dense(codes.index_select(0, i), *parameters, group)
 

@@ -1,0 +1,190 @@
+"""Kernels that are wrong for unusual inputs only, or that hold what they must not: the kit finds each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qcore
+from qcore import testing
+
+LINEAR = {"schemes": ["w8a16"], "contracts": ["linear"], "seed": 1}
+TABLE = {"schemes": ["w8a16"], "contracts": ["embedding"], "seed": 1}
+
+
+def outcome(name, law, few=LINEAR):
+    (result,) = [r for r in testing.run(name, select=f"{law}[", **few).laws if r.law == law]
+    return result.outcome, result.reason
+
+
+def before(change):
+    """A method ``__call__`` that changes the arguments: ``change(x, bias)`` gives others."""
+
+    def method(self, x, packed, bias, **given):
+        return super(type(self), self).__call__(*change(x, packed, bias), **given)
+
+    return {"__call__": method}
+
+
+def after(change):
+    """A method ``__call__`` that changes the right result: ``change(y, x)``."""
+
+    def method(self, x, packed, bias, **given):
+        return change(super(type(self), self).__call__(x, packed, bias, **given), x)
+
+    return {"__call__": method}
+
+
+def from_start(tensor):
+    """What native code reads that takes the address of a tensor's memory, and forgets the offset."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return memory[: tensor.numel()].reshape(tensor.shape) if tensor.is_contiguous() else tensor
+
+
+# pack
+
+
+def holding(self, weight):
+    self.held = weight.map(torch.clone)
+    return super(type(self), self).pack(weight)
+
+
+def changing(self, weight):
+    packed = super(type(self), self).pack(weight)
+    weight.scale.mul_(2)
+    return packed
+
+
+PACKS = {
+    "holds": ({"pack": holding, "unpack": lambda self, packed: self.held}, "a kernel must not hold one"),
+    "changes": ({"pack": changing}, "pack changed the weight that it was given: scale differs"),
+    "nothing": ({"pack": lambda self, weight: None}, "pack returned nothing (None) instead of a dict of tensors"),
+    "tuple": ({"pack": lambda self, weight: (weight.data,)}, "pack returned a tuple instead of a dict of tensors"),
+    "number": ({"pack": lambda self, weight: {"n": 1}}, "pack returned a int as 'n' instead of a tensor by name"),
+}
+
+
+CALLING = ("fake", "opcheck", "determinism", "threads", "outputs", "strides", "empty", "nan", "modes")
+"""Laws that call a kernel."""
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_a_fault_of_pack_is_found(add, name):
+    methods, says = PACKS[name]
+    certificate = testing.run(add(**methods), select="linear[w8a16-float32-rows-17]", **LINEAR)
+    result = certificate.failures[0]
+    assert result.law == "pack"
+    assert says in result.reason
+
+
+@pytest.mark.parametrize("law", [*CALLING, "formats"])
+def test_a_pack_that_gives_nothing_is_named_by_each_law(add, law):
+    state, reason = outcome(add(pack=lambda self, weight: None), law)
+    assert (state, "pack returned nothing (None) instead of a dict" in reason) == ("failed", True), reason
+
+
+@pytest.mark.parametrize("law", CALLING)
+@pytest.mark.parametrize(("change", "says"), [(lambda y, x: None, "nothing (None)"), (lambda y, x: (y,), "a tuple")])
+def test_a_result_that_is_no_tensor_is_named_by_each_law(add, law, change, says):
+    state, reason = outcome(add(**after(change)), law)
+    assert (state, f"returned {says} instead of a tensor" in reason) == ("failed", True), reason
+
+
+@pytest.mark.parametrize("law", ["compile", "large", "decision"])
+def test_a_result_that_is_nothing_fails_costly_laws(add, law):
+    assert outcome(add(**after(lambda y, x: None)), law)[0] == "failed"
+
+
+# x and bias
+
+
+def kept_from_another_call(self, x, packed, bias, **given):
+    """As with a buffer for x that all threads share."""
+    self.x = x
+    first = super(type(self), self).__call__(x, packed, bias, **given)
+    return first if self.x is x else super(type(self), self).__call__(self.x, packed, bias, **given)
+
+
+def as_if_contiguous(x):
+    return x.as_strided(x.shape, x.new_empty(x.shape).stride(), x.storage_offset()) if x.dim() == 3 else x
+
+
+FAULTS = {
+    "x shared by threads": ({"__call__": kept_from_another_call}, "threads"),
+    "offset of x ignored": (before(lambda x, packed, bias: (from_start(x), packed, bias)), "strides"),
+    "offset of the bias ignored": (
+        before(lambda x, packed, bias: (x, packed, bias if bias is None else from_start(bias))),
+        "strides",
+    ),
+    "x of three dimensions read as contiguous": (
+        before(lambda x, packed, bias: (as_if_contiguous(x), packed, bias)),
+        "strides",
+    ),
+    "NaN lost": (before(lambda x, packed, bias: (x.nan_to_num(), packed, bias)), "nan"),
+    "NaN in other rows": (after(lambda y, x: y + 0 * x.sum() if x.isnan().any() else y), "nan"),
+    "raises under inference_mode": (after(lambda y, x: 1 / 0 if torch.is_inference_mode_enabled() else y), "modes"),
+    "raises with gradients": (after(lambda y, x: 1 / 0 if torch.is_grad_enabled() else y), "modes"),
+    "rounded under autocast": (
+        after(lambda y, x: y.bfloat16().to(y.dtype) if torch.is_autocast_enabled("cpu") else y),
+        "modes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_for_unusual_inputs_is_found(add, name):
+    methods, law = FAULTS[name]
+    assert outcome(add(**methods), law)[0] == "failed"
+
+
+# embeddings
+
+
+@pytest.fixture
+def table(add, loopback):
+    """``table(change)``: a plugin for tables whose kernels look up ``change(indices, V)``."""
+
+    def register(change):
+        class Table(loopback.Embedding):
+            def __call__(self, x, packed, bias, **given):
+                return super().__call__(change(x, self.request.n), packed, bias)
+
+        class Chip:
+            @qcore.hookimpl
+            def qcore_embedding(self, request):
+                if request.weight.dtype != "int8":
+                    return qcore.Refusal("int8 only")
+                return qcore.Offer(Table(request, "toy"))
+
+        return add("toy", Chip())
+
+    return register
+
+
+def refused(error):
+    def change(x, size):
+        if x.numel() and (int(x.min()) < 0 or int(x.max()) >= size):
+            raise error("out of range")
+        return x
+
+    return change
+
+
+INDICES = {
+    "clamped": (lambda x, size: x.clamp(0, size - 1), "index -1 for 33 rows raised nothing"),
+    "negative": (lambda x, size: torch.where(x < 0, x + size, x), "index -1 for 33 rows raised nothing"),
+    "last": (lambda x, size: refused(IndexError)(x - (x == size).int(), size), "index 33 for 33 rows raised nothing"),
+    "error": (refused(RuntimeError), "raised RuntimeError instead of IndexError: out of range"),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_out_of_range_has_to_raise(table, name):
+    change, says = INDICES[name]
+    state, reason = outcome(table(change), "indices", TABLE)
+    assert state == "failed"
+    assert says in reason
+
+
+def test_an_index_that_is_refused_passes(table):
+    assert outcome(table(refused(IndexError)), "indices", TABLE) == ("passed", "")
