@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import math
+import os
 import secrets
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -262,34 +267,62 @@ def _run_in_processes(
     samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
     for index, item in enumerate(kit.laws):
         samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments, deadline)) as pool:
+    others = set(active_children())
+    with (
+        TemporaryDirectory() as notes,
+        ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments, deadline, notes)) as pool,
+    ):
         try:
-            done = [
-                pool.submit(_run_laws, indices) for indices in samples.values()
-            ]  # submitted first: laws take longest
+            # Laws are submitted first: they take longest.
+            done = [pool.submit(_run_laws, indices) for indices in samples.values()]
             done += [pool.submit(_run_cases, part) for part in parts]
+            children = [child for child in active_children() if child not in others]
             for part in as_completed(done):
                 results += part.result()
                 tell(len(results))
+        except BrokenProcessPool as broken:
+            pool.shutdown(cancel_futures=True)
+            raise ConformanceError(_death(children, Path(notes))) from broken
         except BaseException:
             pool.shutdown(cancel_futures=True)  # do not run the steps that are still queued
             raise
     return results
 
 
-_worker: list[tuple[Kit, float]] = []
-"""The kit of a worker process, and the time (`time.time`) after which it begins no step."""
+def _death(children: Iterable[BaseProcess], notes: Path) -> str:
+    """Describe how a process died, and in which step; the pool ends the others with SIGTERM then."""
+    died = [child for child in children if child.exitcode not in (None, 0, -signal.SIGTERM)]
+    steps = {child: notes / str(child.pid) for child in died or children}
+    found = [f"{path.read_text()} (exit status {child.exitcode})" for child, path in steps.items() if path.exists()]
+    where = " or ".join(found) or "an unknown step: none had begun"
+    return f"a process of the kit died in {where}.\nRepeat it alone: --select with this id, and --jobs 1."
 
 
-def _start_worker(arguments: dict[str, Any], deadline: float) -> None:
-    _worker[:] = [(Kit(**arguments), deadline)]
+_worker: list[tuple[Kit, float, Path]] = []
+"""The kit of a worker process, the time (`time.time`) after which it begins no step, and the file for its step."""
+
+
+def _start_worker(arguments: dict[str, Any], deadline: float, notes: str) -> None:
+    _worker[:] = [(Kit(**arguments), deadline, Path(notes, str(os.getpid())))]
 
 
 def _run_cases(part: range) -> list[Result]:
-    ((kit, deadline),) = _worker
-    return [_run_case(kit, case) for case in kit.cases[part.start : part.stop] if time.time() < deadline]
+    ((kit, _, _),) = _worker
+    return _noted((case.id, partial(_run_case, kit, case)) for case in kit.cases[part.start : part.stop])
 
 
 def _run_laws(indices: list[int]) -> list[Result]:
-    ((kit, deadline),) = _worker
-    return [kit.run_law(kit.laws[index]) for index in indices if time.time() < deadline]
+    ((kit, _, _),) = _worker
+    return _noted((kit.laws[index].id, partial(kit.run_law, kit.laws[index])) for index in indices)
+
+
+def _noted(steps: Iterable[tuple[str, Callable[[], Result]]]) -> list[Result]:
+    """Run steps, and leave a note of the current one for the case that it kills this process."""
+    ((_, deadline, note),) = _worker
+    results = []
+    for name, step in steps:
+        if time.time() > deadline:
+            break
+        note.write_text(name)
+        results.append(step())
+    return results
