@@ -54,7 +54,8 @@ class Linear(RowsKernel):
         for start in range(0, max(1, self.n), step):
             rows = slice(start, start + step)
             weight = self._dense(packed, rows, scale[rows], None if zero is None else zero[rows])
-            parts.append(F.linear(x, weight.to(self.compute)))
+            with torch.autocast(x.device.type, enabled=False):  # it would round sums in float32
+                parts.append(F.linear(x, weight.to(self.compute)))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return (y if bias is None else y.float() + bias.float()).to(self.out_dtype)
 
