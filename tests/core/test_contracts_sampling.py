@@ -42,6 +42,19 @@ def test_accepts_each_cases_reference_and_finds_another_result(case):
         assert "elements are off" in verdict.message
 
 
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
+def test_names_the_place_in_the_whole_result(case):
+    problem = case.build(3)
+    y = right(problem).contiguous()
+    if not y.numel():
+        return
+    places = excerpt(problem, drawn()).pick(torch.arange(y.numel()).view(y.shape)).flatten()
+    flat = int(places[len(places) * 2 // 3])
+    y.view(-1)[flat] += 77 if y.is_floating_point() else 99 - 2 * int(y.view(-1)[flat])
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), y.shape))
+    assert sampled(problem, y, drawn()).message.startswith(f"at {where}: ")
+
+
 def linear(dtype=torch.float32, n=4096, k=2048, rows=256, scheme="w4a16-g128") -> Problem:
     parsed = Scheme.parse(scheme)
     request = LinearRequest(CPU, dtype, dtype, n, k, None, parsed.weight, parsed.activation, None, True, False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 import torch
 
@@ -188,3 +191,32 @@ def test_an_index_out_of_range_has_to_raise(table, name):
 
 def test_an_index_that_is_refused_passes(table):
     assert outcome(table(refused(IndexError)), "indices", TABLE) == ("passed", "")
+
+
+# Real sizes
+
+
+def test_sums_of_a_long_k_that_differ_from_call_to_call(add, monkeypatch):
+    monkeypatch.setattr("qcore.testing.laws.large._TIME_BUDGET", 120.0)
+    calls = itertools.count()
+
+    def change(y, x):
+        return y * (1 + 1e-6 * (next(calls) % 3)) if x.shape[-1] > 2000 else y
+
+    state, reason = outcome(add(**after(change)), "large")
+    assert state == "failed"
+    assert "two calls with the same input differ" in reason
+
+
+def test_the_place_of_a_fault_at_real_sizes_is_that_in_the_result(add, monkeypatch):
+    monkeypatch.setattr("qcore.testing.laws.large._TIME_BUDGET", 120.0)
+
+    def change(y, x):
+        y[..., -1] = 1e4 if y.shape[-1] > 1000 else y[..., -1]
+        return y
+
+    state, reason = outcome(add(**after(change)), "large")
+    size = int(re.search(r"weight of (\d+) x", reason)[1])
+    place = re.search(r"sampled: at \((\d+), (\d+)\)", reason)
+    assert state == "failed"
+    assert int(place[2]) == size - 1

@@ -117,11 +117,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an output is within tolerance, and by how much: ``worst`` is error / allowed, wrong if above 1."""
+    """Whether an output is within tolerance, and by how much: ``worst`` is error / allowed, wrong if above 1.
+
+    ``where``: the position of the worst element, which ``message`` begins with; None if no elements were compared.
+    """
 
     ok: bool
     worst: float
     message: str
+    where: tuple[int, ...] | None = None
 
 
 class Contract(ABC):
@@ -199,15 +203,15 @@ def _compare(expected: Tensor, allowed: Tensor, result: Tensor, dtype: torch.dty
     error = torch.where(same, 0.0, (actual - expected).abs())
     ratio = torch.where(same, 0.0, error / allowed).nan_to_num(nan=float("inf"), posinf=float("inf"))
     worst = float(ratio.max())
-    where = _position(int(ratio.argmax()), ratio.shape)
+    where = position(int(ratio.argmax()), ratio.shape)
     text = (
         f"at {where}: got {float(actual[where]):.6g}, expected {float(expected[where]):.6g}, "
         f"allowed error {float(allowed[where]):.3g}; {int((ratio > 1).sum())} of {ratio.numel()} elements are off"
     )
-    return Verdict(worst <= 1.0, worst, text)
+    return Verdict(worst <= 1.0, worst, text, where)
 
 
-def _position(flat: int, shape: Iterable[int]) -> tuple[int, ...]:
+def position(flat: int, shape: Iterable[int]) -> tuple[int, ...]:
     """The indices of element number ``flat``. `torch.unravel_index` imports sympy at its first call: 0.25 s."""
     position: tuple[int, ...] = ()
     for size in reversed(tuple(shape)):

@@ -11,6 +11,7 @@ is, unless it is narrower than an interval.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..formats.bits import raw
 from ..weights.qtensor import QTensor
-from .base import Contract, Problem, Verdict, wrong_form
+from .base import Contract, Problem, Verdict, position, wrong_form
 from .conv2d import CONV2D, Conv2dRequest, output_size
 from .embedding import EMBEDDING, EmbeddingRequest
 from .grouped import GROUPED_LINEAR, GroupedLinearRequest
@@ -55,7 +56,17 @@ def sampled(problem: Problem, result: Any, generator: torch.Generator) -> Verdic
     if not result.numel():
         return Verdict(True, 0.0, "empty")
     part = excerpt(problem, generator)
-    return contract.judge(part.problem, part.pick(result.detach()))
+    return _placed(contract.judge(part.problem, part.pick(result.detach())), part, result.shape)
+
+
+def _placed(verdict: Verdict, part: Excerpt, shape: tuple[int, ...]) -> Verdict:
+    """The verdict on an excerpt, with the place of its worst element in the whole result if that is wrong."""
+    if verdict.ok or verdict.where is None:
+        return verdict
+    places = part.pick(torch.arange(math.prod(shape)).view(shape))
+    where = position(int(places[verdict.where]), shape)
+    message = verdict.message.replace(f"at {verdict.where}:", f"at {where}:", 1)
+    return replace(verdict, message=message, where=where)
 
 
 def excerpt(problem: Problem, generator: torch.Generator) -> Excerpt:

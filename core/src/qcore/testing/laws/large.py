@@ -21,7 +21,7 @@ from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..check import BrokenLawError, ends_within, first_lines, pack_and_check, run_watched, same_values
 from ..target import Target
-from .base import Law, RefusedError, Sample
+from .base import Law, RefusedError, Sample, checked
 
 ROWS = (17, 1, 256)
 """Rows of x (for convolutions, fewer images): a few, one as in decoding, and many as in a prompt."""
@@ -122,7 +122,7 @@ def _takes_too_long(tiny: _Layer, layer: _Layer, rows: int) -> bool:
     here, more = _rows(tiny.problem, 0, rows), layer.problem.weight.numel() / tiny.problem.weight.numel()
     for _ in range(2):  # the first call may compile
         start = time.perf_counter()
-        tiny.kernel(here.x, tiny.packed, here.bias, **here.given).cpu()
+        checked("large", tiny.kernel.name, tiny.kernel(here.x, tiny.packed, here.bias, **here.given)).cpu()
         seconds = time.perf_counter() - start
         if seconds * more < _MAX_CALL_SECONDS:
             return False
@@ -139,6 +139,11 @@ def _check(layer: _Layer, here: Problem, other: Problem, generator: torch.Genera
     run_watched(layer.target, layer.kernel, other, layer.packed)
     if not same_values(result, kept):
         raise BrokenLawError("outputs", "a later call changed the result of an earlier one")
+    # A few rows of a long K are what kernels split along K, and add up in no fixed order.
+    if len(here.x) == ROWS[0] and layer.problem.request.k >= min(_LARGE_SIZES):
+        again = run_watched(layer.target, layer.kernel, here, layer.packed)
+        if not same_values(checked("determinism", "a second call", again), kept):
+            raise BrokenLawError("determinism", "two calls with the same input differ")
 
 
 def _rows(problem: Problem, start: int, stop: int | None) -> Problem:
