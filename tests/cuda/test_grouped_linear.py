@@ -14,6 +14,7 @@ import qcore
 from qcore.contracts import GROUPED_LINEAR
 from qcore.contracts.grouped import expert_rows, is_for_experts
 from qcore.testing.case_selection import PreparedCase
+from qcore.testing.laws import inputs as input_laws
 from qcore.testing.laws import kernel as kernel_laws
 from qcore.testing.laws.base import Sample
 from qcore.weights.schemes import SCHEMES, Scheme
@@ -240,7 +241,7 @@ def on_cpu(monkeypatch):
 
 
 LAWS = {"fake": kernel_laws.fakes, "opcheck": kernel_laws.opcheck, "compile": kernel_laws.compiles}
-LAWS |= {"threads": kernel_laws.threads, "empty": kernel_laws.empty, "determinism": kernel_laws.deterministic}
+LAWS |= {"threads": kernel_laws.threads, "empty": input_laws.empty, "determinism": kernel_laws.deterministic}
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -18,6 +18,7 @@ from qcore import FormatError
 from qcore.contracts import CONTRACTS, EMBEDDING, LINEAR
 from qcore.resolving.verification import difference
 from qcore.testing.case_selection import PreparedCase
+from qcore.testing.laws import inputs as input_laws
 from qcore.testing.laws import kernel as kernel_laws
 from qcore.testing.laws.base import Sample
 from qcore.weights.schemes import SCHEMES, TABLE_SCHEMES, Scheme
@@ -106,7 +107,7 @@ FAMILIES = [
 FAMILIES += [("linear", scheme) for scheme in ("wfp4a16-g16-e4m3", "wfp8afp8-g128", "wnf4a16-g64")]
 FAMILIES += [("embedding", "w4a16-g128-asym"), ("embedding", "w8a16"), ("embedding", "wfp4a16-g16-e4m3d")]
 LAWS = {"fake": kernel_laws.fakes, "opcheck": kernel_laws.opcheck, "compile": kernel_laws.compiles}
-LAWS |= {"threads": kernel_laws.threads, "empty": kernel_laws.empty, "determinism": kernel_laws.deterministic}
+LAWS |= {"threads": kernel_laws.threads, "empty": input_laws.empty, "determinism": kernel_laws.deterministic}
 
 
 @pytest.mark.parametrize("law", LAWS)
