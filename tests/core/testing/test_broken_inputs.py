@@ -208,7 +208,7 @@ def test_sums_of_a_long_k_that_differ_from_call_to_call(add, monkeypatch):
     assert "two calls with the same input differ" in reason
 
 
-def test_the_place_of_a_fault_at_real_sizes_is_that_in_the_result(add, monkeypatch):
+def test_the_place_of_a_fault_at_real_sizes_is_exact(add, monkeypatch):
     monkeypatch.setattr("qcore.testing.laws.large._TIME_BUDGET", 120.0)
 
     def change(y, x):
