@@ -52,6 +52,16 @@ def holding(self, weight):
     return super(type(self), self).pack(weight)
 
 
+def holding_dtype(self, weight):
+    self.dtype = weight.scale.dtype
+    packed = super(type(self), self).pack(weight)
+    return {**packed, "scale": packed["scale"].float()}
+
+
+def unpack_in_held_dtype(self, packed):
+    return super(type(self), self).unpack({**packed, "scale": packed["scale"].to(self.dtype)})
+
+
 def changing(self, weight):
     packed = super(type(self), self).pack(weight)
     weight.scale.mul_(2)
@@ -60,6 +70,7 @@ def changing(self, weight):
 
 PACKS = {
     "holds": ({"pack": holding, "unpack": lambda self, packed: self.held}, "a kernel must not hold one"),
+    "holds a dtype": ({"pack": holding_dtype, "unpack": unpack_in_held_dtype}, "a kernel must not hold one"),
     "changes": ({"pack": changing}, "pack changed the weight that it was given: scale differs"),
     "nothing": ({"pack": lambda self, weight: None}, "pack returned nothing (None) instead of a dict of tensors"),
     "tuple": ({"pack": lambda self, weight: (weight.data,)}, "pack returned a tuple instead of a dict of tensors"),

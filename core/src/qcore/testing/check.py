@@ -14,6 +14,7 @@ from torch import Tensor
 from ..contracts import Problem
 from ..discovery.kernels import Kernel
 from ..discovery.registry import Guarded
+from ..formats import ScaleType, ZeroPoint
 from ..formats.bits import raw
 from ..resolving.verification import difference, same_bits
 from ..weights.qtensor import QTensor
@@ -133,10 +134,14 @@ def packed_by(kernel: Kernel, weight: QTensor) -> dict[str, Tensor]:
 
 
 def _other(weight: QTensor) -> QTensor:
-    """Another weight of the same format: the same rows, in reverse."""
+    """Another weight of the same format: the same rows in reverse, and scales of another dtype if there are several."""
     rows = {"data": weight.dim() - 2, "scale": -1, "zero": -1}
-    tensors = {name: tensor for name, tensor in weight.tensors().items() if name in rows}
-    return weight.derived(**{name: raw(t).flip(rows[name]).view(t.dtype) for name, t in tensors.items()})
+    tensors = {name: raw(t).flip(rows[name]).view(t.dtype) for name, t in weight.tensors().items() if name in rows}
+    if weight.format.scale is ScaleType.FLOAT:
+        dtype = torch.bfloat16 if weight.scale.dtype == torch.float32 else torch.float32
+        floats = ("scale", "zero") if weight.format.zero is ZeroPoint.FLOAT else ("scale",)
+        tensors |= {name: tensors[name].to(dtype) for name in floats}
+    return weight.derived(**tensors)
 
 
 def described(value: object) -> str:
