@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Shape(NamedTuple):
-    """Sizes of a Llama. **Fields:** ``width``, ``inner``: of the residual and of the MLP; ``words``: of the vocabulary."""
+    """Sizes of a Llama; ``width``, ``inner``: of the residual and of the MLP; ``words``: of the vocabulary."""
 
     layers: int
     width: int

@@ -52,8 +52,9 @@ def test_every_rule_has_a_case():
 
 
 EXTREMES = {
-    "amax": lambda x: x.amax(-1), "amin": lambda x: x.amin((0, 2)), "all": lambda x: x.max(), "least": lambda x: x.min(),
-    "max": lambda x: x.max(1)[0], "min": lambda x: x.min(2)[0], "norm": lambda x: torch.linalg.vector_norm(x, torch.inf),
+    "amax": lambda x: x.amax(-1), "amin": lambda x: x.amin((0, 2)), "all": lambda x: x.max(),
+    "least": lambda x: x.min(), "max": lambda x: x.max(1)[0], "min": lambda x: x.min(2)[0],
+    "norm": lambda x: torch.linalg.vector_norm(x, torch.inf),
     "pool": lambda x: torch.nn.functional.adaptive_max_pool2d(x[None], (4, 4)),
 }  # fmt: skip
 

@@ -1,7 +1,9 @@
 """Largest and smallest values along axes, NaN if one of them is.
 
-``jnp.max``, ``jnp.min``, ``lax.pmax`` and ``lax.pmin`` promise the same, but XLA:CPU drops NaN between devices, and in
-large arrays (jax 0.10.2, from 4096 elements on). ``over``: an axis of the mesh over whose devices the values are spread.
+``jnp.max``, ``jnp.min``, ``lax.pmax`` and ``lax.pmin`` promise the same, but XLA:CPU drops NaN between devices, and
+in large arrays (jax 0.10.2, from 4096 elements on).
+
+``over``: an axis of the mesh over whose devices the values are spread.
 """
 
 from __future__ import annotations
