@@ -240,7 +240,7 @@ def test_number_of_threads_may_change_between_calls():
     packed, x = kernel.pack(weight_for(request)), torch.randn(64, 256).bfloat16()
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 3, 2, 150):  # the last: more than there are parts to begin with
+        for threads in (1, 3, 2, 150):  # 150: more than `share_out` has parts
             torch.set_num_threads(threads)
             results.append(kernel(x, packed, None))
     finally:

@@ -7,9 +7,9 @@
 namespace qcore_cpu {
 namespace {
 
-constexpr int64_t PANEL_OF_ROWS = 512;     // a part of whose columns stays in L2
+constexpr int64_t PANEL_OF_ROWS = 512;     // rows at a time: a part of their columns stays in L2
 constexpr int64_t PANEL_SUMS = 512 << 10;  // bytes of their sums
-constexpr int64_t PANEL_UNITS = 4;         // of a thread: more read each panel more often, fewer leave threads idle at the end
+constexpr int64_t PANEL_UNITS = 4;         // for each thread: with more, panels are read more often; with fewer, threads idle at the end
 
 // Rows are no power of two apart, so that they do not share one set of the cache.
 int64_t bytes_of_row(const Panel& panel, const Weight& w) { return round_up(w.at.packed() * panel.x_size, 64) + 64; }

@@ -11,6 +11,8 @@ from qcore.graphs import capture
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:keeps_all")]
 
+HAS_OWN_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+
 
 class Keeps(TorchParts):
     """Keeps states to itself: host memory holds NaN until it is asked for them."""
@@ -120,7 +122,7 @@ def test_the_limit_of_all_compilations_counts(backend):
 
 
 @torch.no_grad()
-@pytest.mark.skipif("recompile_limit" not in inspect.signature(torch.compile).parameters, reason="torch has no such")
+@pytest.mark.skipif(not HAS_OWN_LIMIT, reason="torch.compile takes no recompile_limit")
 def test_a_limit_of_one_call_of_torch_compile(backend):
     options = {"dynamic": False, "isolate_recompiles": True}
     few, count = backend.compiled(step, recompile_limit=2, **options), torch.zeros(3)

@@ -30,7 +30,7 @@ class Limit:
 
         code, one_graph = _compiling()
         number, self.name = CompileContext.current_compile_id(), "" if code is None else code.co_name
-        # With fullgraph torch raises instead. Weakly: torch frees with a function what it has made of it.
+        # With fullgraph torch raises instead. Weakly, as torch frees compiled code with its function.
         self._code = None if code is None or one_graph else weakref.ref(code)
         self._region = getattr(_frames(), "get_eval_frame_isolate_recompiles_id", lambda: -1)()
         self._now: int = config.recompile_limit
@@ -61,7 +61,7 @@ class Limit:
 
 
 def _compiling() -> tuple[CodeType | None, bool]:
-    """The function that Dynamo is compiling, and whether it has to be one graph; None if it is at nothing."""
+    """The function that Dynamo is compiling, and whether it has to be one graph; None if it compiles none."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -72,7 +72,7 @@ def _compiling() -> tuple[CodeType | None, bool]:
 
 
 def _entries(code: CodeType, region: int) -> list[object]:
-    """What torch has made of a function and not dropped."""
+    """The entries of a function in Dynamo's cache: what it has compiled and not dropped."""
     frames = _frames()
     of_region = getattr(frames, "_get_cache_entries_for_region", None)
     found: list[object] = frames._debug_get_cache_entry_list(code) if of_region is None else of_region(code, region)

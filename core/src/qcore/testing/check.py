@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,12 +119,12 @@ def pack_and_check(kernel: Kernel, here: Problem) -> dict[str, Tensor]:
 
 
 def _lost(kernel: Kernel, packed: dict[str, Tensor], weight: QTensor) -> str:
-    return difference(_guarded("unpack", lambda: kernel.unpack(packed)), weight)
+    return difference(guarded("raises", "unpack", lambda: kernel.unpack(packed)), weight)
 
 
 def packed_by(kernel: Kernel, weight: QTensor) -> dict[str, Tensor]:
     """Pack a weight. Raises `BrokenLawError` unless the result is a dict of tensors by name."""
-    packed: Any = _guarded("pack", lambda: kernel.pack(weight))
+    packed: Any = guarded("raises", "pack", lambda: kernel.pack(weight))
     if not isinstance(packed, dict):
         raise BrokenLawError("pack", f"pack returned {described(packed)} instead of a dict of tensors")
     for key, value in packed.items():
@@ -153,7 +153,7 @@ def run_watched(target: Target, kernel: Kernel, here: Problem, packed: Mapping[s
     """Call the kernel. Raises `BrokenLawError` if it changes its inputs or delegates the work to qcore."""
     with inputs_unchanged(here, packed):
         with threads_for(here), Watch(is_fallback=target.is_fallback) as watch:
-            output = _guarded("its call", lambda: kernel(here.x, packed, here.bias, **here.given))
+            output = guarded("raises", "its call", lambda: kernel(here.x, packed, here.bias, **here.given))
         if watch.entered:
             entered = watch.entered[0]
             raise BrokenLawError("no-fallback", f"falls back secretly: its call entered qcore's {entered}")
@@ -214,11 +214,12 @@ def _tensors(here: Problem, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named if here.bias is None else {**named, "bias": here.bias}
 
 
-def _guarded(step: str, call: Any) -> Any:
+def guarded(law: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a call; what it raises breaks the law."""
     try:
         return call()
     except Guarded as error:
-        raise BrokenLawError("raises", f"{step} raised {type(error).__name__}: {first_lines(error)}") from error
+        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
 
 
 def first_lines(error: BaseException, most: int = 400) -> str:

@@ -25,7 +25,7 @@ from ...errors import FormatError
 from ...formats import registered_elements
 from ...weights.schemes import Scheme
 from ..case_selection import PreparedCase
-from ..check import BrokenLawError, described, first_lines, inputs_unchanged, pack_and_check
+from ..check import BrokenLawError, described, first_lines, guarded, inputs_unchanged, pack_and_check
 from ..results import Outcome, Result
 from ..target import Target
 
@@ -84,14 +84,6 @@ def checked(law: str, what: str, result: Any) -> Tensor:
     if not isinstance(result, Tensor):
         raise BrokenLawError(law, f"{what} returned {described(result)} instead of a tensor")
     return result
-
-
-def guarded(law: str, what: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call; what it raises breaks the law."""
-    try:
-        return call()
-    except Guarded as error:
-        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
 
 
 KernelLaw = Callable[[Target, Sample, Kernel, dict[str, Tensor]], None]

@@ -27,10 +27,10 @@ from ...resolving.verification import same_bits
 from ...runtime import settings
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from ..check import BrokenLawError, inputs_unchanged, resized, same_values
+from ..check import BrokenLawError, guarded, inputs_unchanged, resized, same_values
 from ..fallback_watch import OwnOps
 from ..target import Target
-from .base import InapplicableError, Law, Sample, checked, guarded, run_kernel
+from .base import InapplicableError, Law, Sample, checked, run_kernel
 
 _THREADS, _CALLS = 8, 3
 _COMPILED_ROWS = {
