@@ -52,6 +52,39 @@ class TorchParts(GraphBackend):
         return torch.compile(model, backend=torch_compile_backend(self), **kwargs)
 
 
+class KeepsStates(TorchParts):
+    """Keeps states to itself: host memory holds NaN until it is asked for them."""
+
+    name, defers_writes = "keeps_all", True
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.kept = 0, {}
+
+    def compile(self, part):
+        self.parts.append(part)
+
+        def run(values):
+            known = [self.kept[id(one)][1] if torch.is_tensor(one) and one.isnan().all() else one for one in values]
+            outputs = part.graph(*known)
+            for place, at in part.updates.items():
+                self.kept[id(values[place])] = values[place], outputs[at]
+                values[place].fill_(torch.nan)
+            return [outputs[at] for at in part.returned]
+
+        return run
+
+    def synchronize(self, tensors):
+        for one in tensors:
+            if id(one) in self.kept:
+                one.copy_(self.kept.pop(id(one))[1])
+
+    def synchronize_all(self):
+        found, self.asked = [one for one, _ in self.kept.values()], self.asked + 1
+        self.synchronize(found)
+        return bool(found)
+
+
 def part_of(function, *args):
     """``function`` of tensors, decomposed to the op list, as a part whose inputs are all fresh."""
     module = make_fx(function, decomposition_table=decompositions())(*args)

@@ -1,4 +1,4 @@
-"""States on a Vulkan device once torch runs calls without it, having compiled a function as often as it may."""
+"""States on a Vulkan device where torch runs code without it: past its limit of compilations, at graph breaks."""
 
 import threading
 
@@ -11,7 +11,7 @@ from qcore.graphs import capture
 from qcore_vulkan.graphs.backend import VulkanGraphs, qcore_vulkan
 from qcore_vulkan.graphs.sentinels import StaleValuesError
 
-pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:qcore_vulkan. torch has")]
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:qcore_vulkan. what models write")]
 
 SHAPE = 2, 300
 
@@ -77,12 +77,41 @@ def check_window(model, compiled, expected):
 @torch.no_grad()
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_sliding_window_past_the_limit(limit):
-    capture._warn_of_limit.cache_clear()
+    capture._warn_of_return.cache_clear()
     model, expected = Window(), Window()
     compiled = torch.compile(model, backend=qcore_vulkan, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=limit), pytest.warns(match="as often as its recompile_limit"):
         check_window(model, compiled, expected)
     graphs.synchronize(model)
+    assert torch.equal(model.cache, expected.cache)
+
+
+@torch._dynamo.disable
+def largest(cache):
+    """Not recorded; its integer tells nothing of NaN that it has met."""
+    return cache.argmax()
+
+
+class Broken(Window):
+    """Torch reads the cache between two graphs."""
+
+    def forward(self, x):
+        self.cache.index_copy_(0, self.place, x)
+        at = largest(self.cache)
+        return self.cache * x + at
+
+
+@torch.no_grad()
+def test_what_follows_a_graph_break_sees_current_states():
+    capture._warn_of_return.cache_clear()
+    torch.manual_seed(0)
+    model, expected = Broken(), Broken()
+    compiled = torch.compile(model, backend=qcore_vulkan)
+    for number in range(4):
+        for one in (model, expected):
+            one.place.fill_(number)
+        x = torch.randn(1, 300)
+        assert torch.equal(compiled(x), expected(x))
     assert torch.equal(model.cache, expected.cache)
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from graph_backends import TorchParts
+from graph_backends import KeepsStates
 
 from qcore import graphs
 from qcore.graphs import capture
@@ -14,43 +14,10 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 HAS_OWN_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
-class Keeps(TorchParts):
-    """Keeps states to itself: host memory holds NaN until it is asked for them."""
-
-    name, defers_writes = "keeps_all", True
-
-    def __init__(self):
-        super().__init__()
-        self.asked, self.kept = 0, {}
-
-    def compile(self, part):
-        self.parts.append(part)
-
-        def run(values):
-            known = [self.kept[id(one)][1] if torch.is_tensor(one) and one.isnan().all() else one for one in values]
-            outputs = part.graph(*known)
-            for place, at in part.updates.items():
-                self.kept[id(values[place])] = values[place], outputs[at]
-                values[place].fill_(torch.nan)
-            return [outputs[at] for at in part.returned]
-
-        return run
-
-    def synchronize(self, tensors):
-        for one in tensors:
-            if id(one) in self.kept:
-                one.copy_(self.kept.pop(id(one))[1])
-
-    def synchronize_all(self):
-        found, self.asked = [one for one, _ in self.kept.values()], self.asked + 1
-        self.synchronize(found)
-        return bool(found)
-
-
 @pytest.fixture
 def backend():
-    capture._warn_of_limit.cache_clear()
-    made = Keeps()
+    capture._warn_of_return.cache_clear()
+    made = KeepsStates()
     yield made
     del graphs.states.backends[made.name]
 

@@ -163,7 +163,7 @@ class GraphBackend(ABC):
     def synchronize_all(self) -> bool:
         """Write back all states that this thread used last, if `defers_writes`; whether the memory of one was behind.
 
-        Called at each call once torch may run a model by itself; see `qcore.graphs.limits`.
+        Called after each call that torch may follow by itself; see `qcore.graphs.breaks` and `qcore.graphs.limits`.
         """
         return False
 

@@ -23,6 +23,7 @@ from ..errors import QcoreWarning, first_line
 from ..nn.graph_ops import CAPTURES
 from . import overlaps, programs, states
 from .backends import GraphBackend, Role
+from .breaks import why_broken, why_eager
 from .explaining import Record, Report, remember
 from .integers import constants, take_integers
 from .limits import Limit
@@ -75,15 +76,23 @@ class Captured:
         self._numbers = constants(self._recorded)
         self._scalars = scalars(self._recorded)
         self._limit = Limit() if backend.defers_writes else None
+        self._break = why_broken() if backend.defers_writes else ""
         self.__name__ = backend.name
 
     def __call__(self, *values: Any) -> Any:
         """Run the graph; compiles it first for sizes that it has not met."""
         results = self._run(values)
-        if self._limit is not None and self._limit.is_near() and self._backend.synchronize_all():
-            _warn_of_limit(self._backend.name, self._limit.name)
+        why = self._why_returned()
+        if why and self._backend.synchronize_all():
+            _warn_of_return(self._backend.name, why)
         note_call(self, values, results)
         return results
+
+    def _why_returned(self) -> str:
+        """Why what models write must come back with this call: torch may read it; "" if it need not."""
+        if self._limit is None:
+            return ""
+        return self._limit.why_near() or self._break or why_eager()
 
     def _run(self, values: Sequence[Any]) -> Any:
         counts: Sequence[int | None] = ()
@@ -125,7 +134,8 @@ class Captured:
         )
 
     def _compiled(self, numbers: Sequence[Any], overlap: overlaps.Overlap, values: Sequence[Any]) -> Callable[..., Any]:
-        report = Report(self._backend.name, tuple(number for number in numbers if type(number) is int))
+        sizes = tuple(number for number in numbers if type(number) is int)
+        report = Report(self._backend.name, sizes, broken=self._break)
         self._record.reports.append(report)
         why = self._why_not or _why_not(values, self._backend) or (overlaps.MANY if overlap is overlaps.OTHERS else "")
         why = why or (COPIES if overlap and self._integers is not None and self._integers.takes_copies else "")
@@ -200,13 +210,11 @@ class Captured:
 
 
 @lru_cache(maxsize=64)
-def _warn_of_limit(backend: str, function: str) -> None:
+def _warn_of_return(backend: str, why: str) -> None:
     """Say once why states are copied at each call."""
     warnings.warn(
-        f"{backend}: torch has compiled {function!r} or another function as often as its recompile_limit allows, and "
-        f"may run it without {backend} from now on. So what models write, such as KV caches, comes back from the "
-        f"device after each call, until torch._dynamo.reset(). Raise torch._dynamo.config.recompile_limit before the "
-        f"first call, and pass numbers as tensors.",
+        f"{backend}: what models write, such as KV caches, comes back from the device after each call, because torch "
+        f"may read it: {why}",
         QcoreWarning,
         stacklevel=4,
     )

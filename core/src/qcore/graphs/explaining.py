@@ -58,7 +58,8 @@ class Report:
     **Fields:** ``backend``; ``sizes``: of its dynamic dimensions; ``parts``: each is one submission per call; ``host``:
     nodes that torch runs; ``copied``: states that are copied in and out at each call; ``refused``: why the whole graph
     runs in torch, empty if it does not; ``writes``: how many inputs it mutates; ``calls``: how many calls of parts
-    torch has run because of their values, by reason.
+    torch has run because of their values, by reason; ``broken``: why states come back with each call, empty if they
+    stay or a backend never defers writes.
     """
 
     backend: str
@@ -69,6 +70,7 @@ class Report:
     refused: str = ""
     writes: int = 0
     calls: dict[str, int] = field(default_factory=dict)
+    broken: str = ""
 
     @property
     def states(self) -> int:
@@ -89,6 +91,8 @@ class Report:
             lines.append(f"  torch: {count} {node.op}: {node.reason}{where}")
         lines += [f"  torch: {count} call(s) of a part: {why}" for why, count in self.calls.items()]
         lines += [f"  copied in and out at each call: {name}" for name in self.copied]
+        if self.broken and self.states:
+            lines.append(f"  states come back with each call: {self.broken}")
         return "\n".join(lines)
 
 

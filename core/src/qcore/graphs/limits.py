@@ -19,17 +19,14 @@ _reached: weakref.WeakSet[Limit] = weakref.WeakSet()
 
 
 class Limit:
-    """The limit of the function that Dynamo compiles at construction; lives as long as what it compiles.
-
-    **Attributes:** ``name``: of the function.
-    """
+    """The limit of the function that Dynamo compiles at construction; lives as long as what it compiles."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
         from torch._guards import CompileContext
 
         code, one_graph = _compiling()
-        number, self.name = CompileContext.current_compile_id(), "" if code is None else code.co_name
+        number, self._name = CompileContext.current_compile_id(), "" if code is None else code.co_name
         # With fullgraph torch raises instead. Weakly, as torch frees compiled code with its function.
         self._code = None if code is None or one_graph else weakref.ref(code)
         self._region = getattr(_frames(), "get_eval_frame_isolate_recompiles_id", lambda: -1)()
@@ -39,15 +36,15 @@ class Limit:
         made = 0 if number is None or number.frame_compile_id is None else number.frame_compile_id + 1
         self._is_last = made >= config.accumulated_recompile_limit
 
-    def is_near(self) -> bool:
-        """Whether torch may run a function without its backend: this one, called just now, or another before.
+    def why_near(self) -> str:
+        """Why torch may run a function without its backend: this one, called just now, or another before; or "".
 
         That lasts until ``torch._dynamo.reset``: a larger limit does not bring back what torch has given up.
         """
         code = None if self._code is None else self._code()
         if code is not None and self not in _reached and self._is_reached(code):
             _reached.add(self)
-        return bool(_reached)
+        return _why(self._name) if _reached else ""
 
     def _is_reached(self, code: CodeType) -> bool:
         from torch._dynamo import config
@@ -58,6 +55,14 @@ class Limit:
         if self._is_last or len(_entries(code, self._region)) >= (self._own or now):
             return not config.fail_on_recompile_limit_hit
         return False
+
+
+def _why(name: str) -> str:
+    return (
+        f"it has compiled {name!r} or another function as often as its recompile_limit allows, and may run it without "
+        f"the backend from now on, until torch._dynamo.reset(). Raise torch._dynamo.config.recompile_limit before the "
+        f"first call, and pass numbers as tensors."
+    )
 
 
 def _compiling() -> tuple[CodeType | None, bool]:

@@ -6,8 +6,8 @@
   a call returns (XLA: torch's tensor is given the device's memory). With any other backend, host memory of a state that
   has changed since the last `synchronize` holds no values. Torch must not compute with it unseen: such a backend fills
   it with NaN (qcore_vulkan: with `qcore_vulkan.graphs.sentinels`, and refuses what torch has made of these). What runs
-  on the host in captured graphs sees current values in any case, and so does a function that torch runs by itself
-  because it has compiled it too often (`limits`): from the last time on, states come back with each call.
+  on the host in captured graphs sees current values in any case, and so does code that torch runs by itself because it
+  follows a graph break (`breaks`) or has been compiled too often (`limits`): states come back with each call.
 * *Writes by torch* (``cache.zero_()``) are noticed at the next call by the tensor's version counter, which every write
   through torch's API advances, and replace the device's values where they were written: all, or a part.
 * *Aliases.* A state must own its memory. A tensor whose storage other tensors share is copied in and out at each call
