@@ -128,7 +128,7 @@ def test_states_of_a_whole_model_stay(backend):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error::qcore.QcoreWarning")
-def test_states_stay_where_an_uncompiled_model_calls_compiled_layers(backend):
+def test_states_stay_where_compiled_layers_are_called_in_torch(backend):
     model, own = made(Whole)
     layer = backend.compiled(own)
 

@@ -100,6 +100,19 @@ def test_refused_nodes_run_in_torch_and_are_listed():
 
 
 @torch.no_grad()
+def test_lines_of_host_nodes_are_those_of_the_model():
+    """Not of a mode around its calls."""
+    torch.manual_seed(0)
+    model, other = Decoder().eval(), TorchParts(refused=("silu",))
+    with torch.device("cpu"):
+        decoded(other.compiled(model), (4,))
+    (report,) = graphs.explain(model).reports
+    assert {node.line for node in report.host} == {
+        "return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))"
+    }
+
+
+@torch.no_grad()
 def test_small_parts_stay_in_torch():
     other = TorchParts(refused=("sin",), fewest=3)
 

@@ -15,7 +15,8 @@ import torch
 
 _SHOWN = "torch.compile(model, fullgraph=True) says what to change."
 _EAGER = ("eager_on_recompile", "eager_then_compile")
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+"""What paths of torch's own files begin with."""
 
 
 def why_broken() -> str:
@@ -53,7 +54,7 @@ def _callers() -> Iterator[CodeType]:
     for code in around:
         if code.co_filename == eval_frame.__file__:
             return
-        if not code.co_filename.startswith(_TORCH) and code not in recorded:
+        if not code.co_filename.startswith(TORCH) and code not in recorded:
             yield code
 
 

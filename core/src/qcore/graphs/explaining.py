@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ..nn.base import QuantizedModule
 from .backends import Part, Role
+from .breaks import TORCH
 from .ops import base_name
 
 
@@ -27,9 +28,17 @@ class HostNode:
     @classmethod
     def of(cls, node: fx.Node, reason: str) -> HostNode:
         """Describe a node of a captured graph."""
-        lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
-        trace = [line for line in lines if line.strip("^~ ")]  # without the marks under a line
-        return cls(base_name(node.target) or str(node.target), reason, trace[-1] if trace else "")
+        return cls(base_name(node.target) or str(node.target), reason, _line(str(node.meta.get("stack_trace") or "")))
+
+
+def _line(trace: str) -> str:
+    """The innermost line of a stack trace that is not torch's own, such as that of a `torch.device` around the call."""
+    lines = [line.strip() for line in trace.splitlines() if line.strip("^~ ")]  # without the marks under a line
+    places = [at for at, line in enumerate(lines) if line.startswith('File "')]
+    own = [at for at in places if TORCH not in lines[at]]
+    for at in reversed(own or places):
+        return lines[at + 1] if at + 1 < len(lines) and at + 1 not in places else lines[at]
+    return lines[-1] if lines else ""
 
 
 @dataclass(frozen=True)
