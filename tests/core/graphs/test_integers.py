@@ -1,6 +1,7 @@
 """Python integers that change from call to call: results as of torch, and no program for each value."""
 
 import copy
+import contextlib
 import warnings
 
 import pytest
@@ -22,6 +23,17 @@ def arithmetic(x, i, n):
 
 def comparisons(x, i, n):
     return i < n, i == n, i >= n, x > n
+
+
+def operators(x, i, n):
+    """Each on either side."""
+    y, z, u, v, one = x.clone(), i.clone(), i.clone(), x.clone(), i.abs() + 1
+    y /= n
+    z //= n
+    u %= n
+    v -= n
+    first = n + x, n - x, n * x, n / x, n // one, n % one, n == i, n != i, n < i, n <= x, n > x, n >= i
+    return y, z, u, v, *first, x / n, i / n, i // n, i % n, x - n, i != n, torch.rsub(x, n), torch.rsub(i, n)
 
 
 def choices(x, i, n):
@@ -87,7 +99,7 @@ def views(x, i, n):
     return y, part * 2
 
 
-EVERY = [arithmetic, comparisons, choices, own_tensors, in_place, reads, writes]
+EVERY = [arithmetic, comparisons, operators, choices, own_tensors, in_place, reads, writes]
 
 
 def outputs_of(function, numbers, backend):
@@ -113,13 +125,15 @@ def test_results_are_those_of_torch(function, numbers):
         assert mine.dtype == theirs.dtype
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext(), torch.device("cpu")], ids=["plain", "mode"])
 @pytest.mark.parametrize("function", EVERY)
-def test_one_program_for_all(function):
-    """Beside that of the first number, which Dynamo takes for a constant."""
-    if function is comparisons and torch.__version__ < "2.13":
+def test_one_program_for_all(function, mode):
+    """Beside that of the first number, which Dynamo takes for a constant; under a mode it records methods."""
+    if function in {comparisons, operators} and torch.__version__ < "2.13":
         pytest.skip("before torch 2.13 Dynamo makes a constant of a number that is compared with a tensor")
     backend = TorchParts()
-    outputs_of(function, (2, 3, 4, 5), backend)
+    with mode:
+        outputs_of(function, (2, 3, 4, 5), backend)
     assert len(backend.parts) == 2
 
 

@@ -309,16 +309,22 @@ def _write(passing: _Passing, node: fx.Node) -> None:
 
 
 def _rule_of(node: fx.Node) -> _Rule | None:
-    name = name_of(node)
+    name = _plain(name_of(node))
     own = any(node.target == getattr(module, name, None) for module in (operator, torch, torch._refs))  # noqa: SLF001
     return _RULES.get(name) if own or node.op == "call_method" else None  # what users call "add" may need a number
+
+
+def _plain(name: str) -> str:
+    """The name of an operator of Python, as Dynamo records it under a mode such as `torch.device`: ``eq`` of __eq__."""
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 _Rule = Callable[[_Passing, fx.Node], None]
 _NAMES: Sequence[str] = ("add", "sub", "mul", "truediv", "floordiv", "mod", "eq", "ne", "lt", "le", "gt", "ge")
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys((*_NAMES, *(f"i{one}" for one in _NAMES[:6]), "where"), _elementwise),
-    **dict.fromkeys(("div", "true_divide", "floor_divide", "remainder", "add_", "sub_", "mul_"), _elementwise),
+    **dict.fromkeys(("div", "true_divide", "floor_divide", "remainder", "rsub"), _elementwise),
+    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_"), _elementwise),
     "arange": _arange,
     **dict.fromkeys(("full", "new_full"), _filled),
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _made),
