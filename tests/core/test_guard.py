@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -172,6 +173,24 @@ def test_what_a_step_changed_is_put_back_with_one_warning():
         meddle("a")
     meddle("b")
     meddle("a")
+
+
+@pytest.mark.parametrize("own", [None, "cpu", "meta"])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_default_device_and_modes_are_put_back(own, around):
+    """Also if the step began within a block that has ended, whose mode a default device takes away."""
+    torch.set_default_device(own)
+    place = torch.empty(0).device
+    try:
+        modes = process_state._function_modes()
+        block = torch.device("cpu") if around else contextlib.nullcontext()
+        with pytest.warns(QcoreWarning, match="default device"), step(f"{own} {around}"), block:
+            torch.set_default_device("meta")
+        assert torch.empty(0).device == place
+        assert process_state._function_modes() == modes
+    finally:
+        torch.set_default_device(None)
+    assert process_state._function_modes() == (None, None)
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been():

@@ -433,8 +433,8 @@ def _kinds() -> Iterator[Kind]:
         # An observer may raise, and answer, what it likes.
         heard = stage != "observer"
         yield from (Kind(stage, f"raises-{name}", fault, not heard) for name, fault in RAISED.items())
-        # A probe runs in a thread, which has a default device and a number of threads of its own.
-        own = {"device", "threads"} if stage == "probe" else ()
+        # A probe runs in a thread, which has a number of threads of its own.
+        own = {"threads"} if stage == "probe" else ()
         yield from (Kind(stage, f"changes-{name}", fault, name in own) for name, fault in MEDDLED.items())
         yield from (Kind(stage, f"changes-{name}", fault, True) for name, fault in SEEDED.items())
     own: dict[str, tuple[dict[str, Callable[[Any], Any]], ...]] = {

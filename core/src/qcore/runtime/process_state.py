@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 # The public function converts to enums, which takes fifty times as long.
 _handler: Callable[[int], Any] = importlib.import_module("_signal").getsignal
@@ -68,9 +69,21 @@ def _current_items() -> Iterator[_StateItem]:
         yield _SEED
 
 
-def _default_device() -> Any:
+def _function_modes() -> tuple[Any, ...]:
+    """The default device, and the modes around the call; a default device that is set within one replaces it."""
+    count, at = torch._C._len_torch_function_stack(), torch._C._get_function_stack_at  # noqa: SLF001
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # noqa: SLF001 - the public one counts blocks
-    return None if context is None else context.device
+    return (context, _device.CURRENT_DEVICE, *map(at, range(count)))
+
+
+def _set_function_modes(values: tuple[Any, ...]) -> None:
+    # Not by set_default_device: it would bring back a block's mode, after the block's end.
+    for _ in range(torch._C._len_torch_function_stack()):  # noqa: SLF001
+        torch.overrides._pop_mode()  # noqa: SLF001
+    context, _device.CURRENT_DEVICE, *modes = values
+    for mode in modes:
+        torch.overrides._push_mode(mode)  # noqa: SLF001
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = context  # noqa: SLF001
 
 
 def _deterministic() -> tuple[bool, bool, bool, bool]:
@@ -152,7 +165,7 @@ _SEED = _StateItem(SEED, _seed, _set_seed)
 _SIGNALS = _StateItem("signal handlers", _signals, _set_signals)
 _ITEMS = (
     _StateItem("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _StateItem("default device", _default_device, torch.set_default_device),
+    _StateItem("default device", _function_modes, _set_function_modes),
     _StateItem("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _StateItem("deterministic algorithms", _deterministic, _set_deterministic),
     _StateItem("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
