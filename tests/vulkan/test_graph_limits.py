@@ -11,7 +11,10 @@ from qcore.graphs import capture
 from qcore_vulkan.graphs.backend import VulkanGraphs, qcore_vulkan
 from qcore_vulkan.graphs.sentinels import StaleValuesError
 
-pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:qcore_vulkan. what models write")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:qcore_vulkan. what models write"),
+]
 
 SHAPE = 2, 300
 

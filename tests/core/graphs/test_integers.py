@@ -1,7 +1,7 @@
 """Python integers that change from call to call: results as of torch, and no program for each value."""
 
-import copy
 import contextlib
+import copy
 import warnings
 
 import pytest

@@ -78,7 +78,7 @@ PACKS = {
 }
 
 
-CALLING = ("fake", "opcheck", "determinism", "threads", "outputs", "strides", "empty", "nan", "modes")
+CALLING = ("fake", "opcheck", "determinism", "threads", "outputs", "strides", "empty", "nan", "state", "modes")
 """Laws that call a kernel."""
 
 
@@ -136,6 +136,9 @@ FAULTS = {
     ),
     "NaN lost": (before(lambda x, packed, bias: (x.nan_to_num(), packed, bias)), "nan"),
     "NaN in other rows": (after(lambda y, x: y + 0 * x.sum() if x.isnan().any() else y), "nan"),
+    "random numbers drawn": (after(lambda y, x: (torch.rand(1), y)[1]), "state"),
+    "threads changed": (after(lambda y, x: (torch.set_num_threads(torch.get_num_threads() + 1), y)[1]), "state"),
+    "default dtype changed": (after(lambda y, x: (torch.set_default_dtype(torch.bfloat16), y)[1]), "state"),
     "raises under inference_mode": (after(lambda y, x: 1 / 0 if torch.is_inference_mode_enabled() else y), "modes"),
     "raises with gradients": (after(lambda y, x: 1 / 0 if torch.is_grad_enabled() else y), "modes"),
     "rounded under autocast": (

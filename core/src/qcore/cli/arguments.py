@@ -80,6 +80,11 @@ def count(text: str) -> int:
     return value
 
 
+def count_or_none(text: str) -> int:
+    """A positive integer, or 0."""
+    return 0 if text == "0" else count(text)
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Comma-separated positive integers: ``1,16,256``."""
     return tuple(count(part.strip()) for part in text.split(","))

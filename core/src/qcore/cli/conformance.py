@@ -31,8 +31,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     gaps = "known gaps, with their reasons (default: qcore_gaps.toml next to the plugin's module)"
     parser.add_argument("--gaps", type=Path, metavar="FILE", help=gaps)
-    jobs = "parallel processes (default: 1)"
-    parser.add_argument("--jobs", type=arguments.count, default=1, help=jobs)
+    jobs = "processes that share the steps (default: 1); 0: none, so that a debugger works"
+    parser.add_argument("--jobs", type=arguments.count_or_none, default=1, metavar="N", help=jobs)
+    step = "end a process whose step takes longer, and fail the step (default: 600)"
+    parser.add_argument("--step-seconds", type=float, default=600.0, metavar="N", help=step)
     limit = "begin no step after so many seconds; what was found is kept, and the exit code is 1"
     parser.add_argument("--seconds", type=float, metavar="N", help=limit)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> CommandResult:
             gaps=args.gaps,
             jobs=args.jobs,
             seconds=args.seconds,
+            step_seconds=args.step_seconds,
             progress=progress,
         )
     if args.output:

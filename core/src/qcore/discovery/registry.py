@@ -116,6 +116,7 @@ class _Entry:
     status: PluginStatus | None = None
     started: bool = False
     warned: bool = False
+    is_object: bool = False
 
     def call(self, hook: str, **arguments: Any) -> Any:
         """Call one hook; None if the plugin does not implement it."""
@@ -155,8 +156,12 @@ class Registry:
         """Register a plugin object directly, as tests and notebooks do; it replaces one of the same name."""
         with self._lock:
             others = {key: entry for key, entry in self.entries().items() if key != name}
-            self._entries = {**others, name: _Entry(name, dist or name, version or "0", lambda: plugin)}
+            self._entries = {**others, name: _Entry(name, dist or name, version or "0", lambda: plugin, is_object=True)}
             self.generation += 1
+
+    def is_object(self, name: str) -> bool:
+        """Whether a plugin was added to this process, which others do not know."""
+        return self.entries()[name].is_object
 
     def remove(self, name: str) -> None:
         """Forget a plugin that was added."""

@@ -25,9 +25,10 @@ def why_broken() -> str:
 
     try:
         reason = InstructionTranslator.current_tx().output.compile_subgraph_reason
+        is_broken = reason.graph_break
     except AttributeError:  # a backend called by hand
         return ""
-    if reason is not None and reason.graph_break:
+    if is_broken:
         line = reason.user_stack[-1].line if reason.user_stack else ""
         return f"there is a graph break{f' at {line!r}' if line else ''}. {_SHOWN}"
     caller = next(_callers(), None)

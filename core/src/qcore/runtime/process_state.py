@@ -79,10 +79,10 @@ def _function_modes() -> tuple[Any, ...]:
 def _set_function_modes(values: tuple[Any, ...]) -> None:
     # Not by set_default_device: it would bring back a block's mode, after the block's end.
     for _ in range(torch._C._len_torch_function_stack()):  # noqa: SLF001
-        torch.overrides._pop_mode()  # noqa: SLF001
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]  # noqa: SLF001
     context, _device.CURRENT_DEVICE, *modes = values
     for mode in modes:
-        torch.overrides._push_mode(mode)  # noqa: SLF001
+        torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]  # noqa: SLF001
     torch._GLOBAL_DEVICE_CONTEXT.device_context = context  # noqa: SLF001
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import math
-import os
 import secrets
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from multiprocessing import active_children, get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,11 +25,9 @@ from .certificate import Certificate
 from .check import check_case
 from .gaps import Gaps, read_gaps
 from .laws import LAWS, LawItem, Samples, check_law, everywhere, law_items
+from .processes import Progress, Supervisor
 from .results import Outcome, Result
-from .target import Target
-
-Progress = Callable[[int, int, str], None]
-"""Called before each step with (steps done, total steps, id)."""
+from .target import Target, check_installed
 
 
 def fresh_seed() -> int:
@@ -96,15 +87,15 @@ class Kit:
     def run_case(self, prepared: PreparedCase) -> Result:
         """Check one case."""
         with quiet():
-            result = self._apply_gaps(check_case(self.target, prepared))
+            result = self.apply_gaps(check_case(self.target, prepared))
         self.results.append(result)
         return result
 
-    def add_results(self, results: Iterable[Result]) -> None:
-        """Add results of cases and laws from other processes; steps without one were not run."""
+    def set_results(self, results: Iterable[Result]) -> None:
+        """Take the results of cases and laws from all processes; steps without one were not run."""
         by_id = {result.id: result for result in results}
-        self.results += [by_id[case.id] for case in self.cases if case.id in by_id]
-        self.law_results += [by_id[item.id] for item in self.laws if item.id in by_id]
+        self.results = [by_id[case.id] for case in self.cases if case.id in by_id]
+        self.law_results = [by_id[item.id] for item in self.laws if item.id in by_id]
         for result in by_id.values():
             if result.outcome is Outcome.GAP:
                 self.gaps.used(result.id)
@@ -112,11 +103,11 @@ class Kit:
     def run_law(self, item: LawItem) -> Result:
         """Check one law."""
         with quiet():
-            result = self._apply_gaps(check_law(self.target, self.samples, item))
+            result = self.apply_gaps(check_law(self.target, self.samples, item))
         self.law_results.append(result)
         return result
 
-    def _apply_gaps(self, result: Result) -> Result:
+    def apply_gaps(self, result: Result) -> Result:
         """Return the result with the list of known gaps applied."""
         known = self.gaps.reason(result.id)
         if known is None or result.outcome in (Outcome.REFUSED, Outcome.SKIPPED, Outcome.INAPPLICABLE):
@@ -134,20 +125,30 @@ class Kit:
         outcome = Outcome.FAILED if wrong else Outcome.PASSED
         return Result("gaps[plugin]", "gaps", "", "", outcome, "\n".join(wrong))
 
-    def finish(self, seconds: float | None) -> Certificate:
-        """Return the certificate of a run that may have been stopped by its limit of ``seconds``.
+    def steps(self) -> dict[str, Callable[[], Result]]:
+        """Return what runs each case and each law, by id; nothing if the plugin is not available."""
+        if not self.target.available:
+            return {}
+        cases = {case.id: partial(_run_case, self, case) for case in self.cases}
+        return {**cases, **{item.id: partial(self.run_law, item) for item in self.laws}}
 
-        Steps that were not run are skipped, and one failed result says how many: such a certificate is not ok.
+    def skipped(self, why: str) -> list[Result]:
+        """Return a result for every case and every law that says why it was not run."""
+        cases = [Result(c.id, "results", c.contract, c.scheme, Outcome.SKIPPED, why) for c in self.cases]
+        return [*cases, *(Result(i.id, i.law.name, i.contract, i.scheme, Outcome.SKIPPED, why) for i in self.laws)]
+
+    def finish(self, why: str) -> Certificate:
+        """Return the certificate of a run in which steps may be missing because of ``why``.
+
+        They are skipped, and one failed result says how many: such a certificate is not ok.
         """
         ran = {result.id for result in (*self.results, *self.law_results)}
-        why = f"not run within the limit of {seconds:g} seconds" if seconds is not None else ""
-        cases = [Result(c.id, "results", c.contract, c.scheme, Outcome.SKIPPED, why) for c in self.cases]
-        laws = [Result(i.id, i.law.name, i.contract, i.scheme, Outcome.SKIPPED, why) for i in self.laws]
-        missed = [result for result in (*cases, *laws) if result.id not in ran]
+        every = self.skipped(why) if self.target.available else []
+        missed = [result for result in every if result.id not in ran]
         if missed:
-            self.results += [result for result in cases if result.id not in ran]
-            self.law_results += [result for result in laws if result.id not in ran]
-            text = f"{len(missed)} of {len(cases) + len(laws)} steps were {why}."
+            self.results += [result for result in missed if result.law == "results"]
+            self.law_results += [result for result in missed if result.law != "results"]
+            text = f"{len(missed)} of {len(every)} steps were {why}."
             self.law_results.append(Result("finished[plugin]", "finished", "", "", Outcome.FAILED, text))
             self.complete = False
         return self.certificate()
@@ -207,8 +208,9 @@ def run(
     contracts: Iterable[str] | None = None,
     select: str | Iterable[str] | None = None,
     gaps: str | Path | None = None,
-    jobs: int = 1,
+    jobs: int = 0,
     seconds: float | None = None,
+    step_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
     """Run the conformance kit for one installed plugin.
@@ -222,8 +224,10 @@ def run(
     - ``schemes``, ``contracts``: only these; default all.
     - ``select``: only cases and laws whose id matches one of these globs, or contains one of these words.
     - ``gaps``: the file of known gaps; default ``qcore_gaps.toml`` in the directory of the plugin's module.
-    - ``jobs``: number of processes that share the cases and laws.
+    - ``jobs``: number of processes that share the cases and laws; 0: this process. A step that ends its process fails,
+      and the others are run in a new one. A plugin that was registered as an object is run in this process.
     - ``seconds``: begin no step after so many; the certificate then holds what was found, and is not ok.
+    - ``step_seconds``: in processes, a step that lasts longer fails, and its process is ended.
     - ``progress``: called with (steps done, total steps, id of the next step).
 
     Raises `ConformanceError` for an unknown plugin or contract, or an unreadable list of gaps. For a plugin that is
@@ -231,98 +235,22 @@ def run(
     """
     limits = {"schemes": schemes, "contracts": contracts, "select": select}
     chosen = {name: value if isinstance(value, str) else value and tuple(value) for name, value in limits.items()}
-    kit = Kit(backend, device=device, seed=seed, gaps=gaps, **chosen)
-    if not kit.target.available:
-        return kit.certificate()
-    tell, total = progress or (lambda _done, _total, _name: None), len(kit.cases) + len(kit.laws)
+    seed = fresh_seed() if seed is None else seed
+    arguments: dict[str, Any] = {"device": device, "seed": seed, "gaps": gaps, **chosen}
+    tell = progress or (lambda _done, _total, _name: None)
+    check_installed(backend)
+    if jobs > 0 and not registry.is_object(backend):
+        return Supervisor({"backend": backend, **arguments}, jobs, seconds, step_seconds, tell).run()
+    kit = Kit(backend, **arguments)
     deadline = time.time() + (math.inf if seconds is None else seconds)
-    if jobs > 1:
-        arguments = {"backend": backend, "device": str(kit.target.device), "seed": kit.seed, "gaps": gaps, **chosen}
-        kit.add_results(_run_in_processes(arguments, kit, jobs, deadline, lambda done: tell(done, total, "")))
-        return kit.finish(seconds)
-    steps = [*((case.id, partial(_run_case, kit, case)) for case in kit.cases)]
-    steps += [(item.id, partial(kit.run_law, item)) for item in kit.laws]
-    for done, (name, step) in enumerate(steps):
+    steps = kit.steps()
+    for done, (name, step) in enumerate(steps.items()):
         if time.time() > deadline:
             break
-        tell(done, total, name)
+        tell(done, len(steps), name)
         step()
-    return kit.finish(seconds)
+    return kit.finish("" if seconds is None else f"not run within the limit of {seconds:g} seconds")
 
 
 def _run_case(kit: Kit, case: Case) -> Result:
     return kit.run_case(PreparedCase(case, kit.seed))
-
-
-_BATCH = 8
-"""Cases that a process runs at a time: neighbouring cases share compiled kernels."""
-
-
-def _run_in_processes(
-    arguments: dict[str, Any], kit: Kit, jobs: int, deadline: float, tell: Callable[[int], None]
-) -> list[Result]:
-    """Run cases and laws in several processes: new interpreters, because some devices' stacks do not survive a fork."""
-    results: list[Result] = []
-    parts = [range(start, start + _BATCH) for start in range(0, len(kit.cases), _BATCH)]
-    samples: dict[tuple[str, str], list[int]] = {}  # the laws of one contract and scheme share a sample
-    for index, item in enumerate(kit.laws):
-        samples.setdefault((item.contract, item.scheme or item.id), []).append(index)
-    others = set(active_children())
-    with (
-        TemporaryDirectory() as notes,
-        ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (arguments, deadline, notes)) as pool,
-    ):
-        try:
-            # Laws are submitted first: they take longest.
-            done = [pool.submit(_run_laws, indices) for indices in samples.values()]
-            done += [pool.submit(_run_cases, part) for part in parts]
-            children = [child for child in active_children() if child not in others]
-            for part in as_completed(done):
-                results += part.result()
-                tell(len(results))
-        except BrokenProcessPool as broken:
-            pool.shutdown(cancel_futures=True)
-            raise ConformanceError(_death(children, Path(notes))) from broken
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # do not run the steps that are still queued
-            raise
-    return results
-
-
-def _death(children: Iterable[BaseProcess], notes: Path) -> str:
-    """Describe how a process died, and in which step; the pool ends the others with SIGTERM then."""
-    died = [child for child in children if child.exitcode not in (None, 0, -signal.SIGTERM)]
-    steps = {child: notes / str(child.pid) for child in died or children}
-    found = [f"{path.read_text()} (exit status {child.exitcode})" for child, path in steps.items() if path.exists()]
-    where = " or ".join(found) or "an unknown step: none had begun"
-    return f"a process of the kit died in {where}.\nRepeat it alone: --select with this id, and --jobs 1."
-
-
-_worker: list[tuple[Kit, float, Path]] = []
-"""The kit of a worker process, the time (`time.time`) after which it begins no step, and the file for its step."""
-
-
-def _start_worker(arguments: dict[str, Any], deadline: float, notes: str) -> None:
-    _worker[:] = [(Kit(**arguments), deadline, Path(notes, str(os.getpid())))]
-
-
-def _run_cases(part: range) -> list[Result]:
-    ((kit, _, _),) = _worker
-    return _noted((case.id, partial(_run_case, kit, case)) for case in kit.cases[part.start : part.stop])
-
-
-def _run_laws(indices: list[int]) -> list[Result]:
-    ((kit, _, _),) = _worker
-    return _noted((kit.laws[index].id, partial(kit.run_law, kit.laws[index])) for index in indices)
-
-
-def _noted(steps: Iterable[tuple[str, Callable[[], Result]]]) -> list[Result]:
-    """Run steps, and leave a note of the current one for the case that it kills this process."""
-    ((_, deadline, note),) = _worker
-    results = []
-    for name, step in steps:
-        if time.time() > deadline:
-            break
-        note.write_text(name)
-        results.append(step())
-    return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...contracts import Problem
 from ...discovery.kernels import Kernel
 from ...discovery.registry import Guarded
+from ...runtime.process_state import snapshot
 from ...weights.activations import StaticFP8, StaticInt8
 from ..check import BrokenLawError, first_lines, memory, resized
 from ..target import Target
@@ -147,10 +148,40 @@ def _modes(device: str) -> dict[str, contextlib.AbstractContextManager[Any]]:
     return found
 
 
+def state(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Check that pack and a call change nothing of the process, from the second time on: the first ones import."""
+    steps: dict[str, Callable[[], object]] = {
+        "pack": lambda: kernel.pack(sample.here.weight),
+        "a call": lambda: run_kernel("state", kernel.name, kernel, sample.here, packed),
+    }
+    restore = snapshot()
+    try:
+        torch.set_default_dtype(torch.float32)  # the kernel has run before, and what it set then may stand
+        torch.use_deterministic_algorithms(False)
+        for what, step in steps.items():
+            changed = [_changed_by(step) for _ in range(2)][-1]
+            if changed:
+                raise BrokenLawError("state", f"{kernel.name}: {what} changed state of the process: {changed}")
+    finally:
+        restore()
+
+
+def _changed_by(step: Callable[[], object]) -> str:
+    """The names of what a step has changed, which is restored."""
+    restore = snapshot()
+    changed: list[str] = []
+    try:
+        step()
+    finally:
+        changed = restore()
+    return ", ".join(changed)
+
+
 LAWS = (
     Law("strides", "x and bias may have any strides and offsets, and their memory is unchanged", kernel=strides),
     Law("empty", "an x without rows gives a result without rows", kernel=empty),
     Law("nan", "a NaN in x makes NaN of the results that depend on it, and of no others", kernel=nan),
     Law("indices", "on the CPU an index out of range raises IndexError", kernel=indices),
+    Law("state", "pack and calls change no state of the process, such as its default dtype or seed", kernel=state),
     Law("modes", "results are right under inference_mode, autocast and enable_grad", kernel=modes),
 )
