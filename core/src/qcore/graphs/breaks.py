@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
 _SHOWN = "torch.compile(model, fullgraph=True) says what to change."
 _EAGER = ("eager_on_recompile", "eager_then_compile")
-TORCH = os.path.dirname(torch.__file__) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
 """What paths of torch's own files begin with."""
 
 
