@@ -10,6 +10,8 @@ from qcore_cpu import native
 
 assert not native.fault()
 
+from qcore_cpu import ops  # noqa: E402 - they exist once the library is loaded
+
 
 def windows_of(x, conv):
     """The windows of an image as rows of (kernel height, kernel width, channels)."""
@@ -50,3 +52,30 @@ def linear_of(conv):
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     layer.weight.data = weight.contiguous()
     return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 16, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("columns", [1, 15, 16, 32, 49, 65, 128])
+def test_transposed_copies(rows, columns, dtype):
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    x = torch.randint(-30000, 30000, (3, rows, columns), dtype=bits).view(dtype)  # NaN among them
+    assert torch.equal(ops.transposed(x).view(bits), x.view(bits).transpose(1, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16-g32", "w8a8-static(0.03,2)-o8(0.1,-3)"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [(8, 8), (1, 1), (1, 9), (16, 5)])
+def test_either_format_of_images(scheme, dtype, size):
+    """The same results; in the format of x, so that later code may take a view."""
+    torch.manual_seed(0)
+    layer = qcore.nn.QuantizedConv2d.from_float(nn.Conv2d(40, 37, 3, padding=1).to(dtype), scheme)
+    x = torch.randn(2, 40, *size).to(dtype)
+    last = x.contiguous(memory_format=torch.channels_last)
+    found, expected = layer(x), layer(last)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert found.is_contiguous()
+    assert expected.is_contiguous(memory_format=torch.channels_last)
+    sliced = torch.cat((x, x), 3)[..., : size[1]]
+    torch.testing.assert_close(layer(sliced), expected, rtol=0, atol=0)

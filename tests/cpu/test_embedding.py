@@ -38,3 +38,23 @@ def test_any_nan_among_scales_stays_nan(dtype):
     nans = torch.tensor((-1, 0x7FBFFFFF, 0x7F800001, -0x400001, 0x7FC00000), dtype=torch.int32)
     packed["scale"].copy_(nans.view(torch.float32).unsqueeze(1))
     assert kernel(torch.arange(5), packed).isnan().all()
+
+
+@pytest.mark.parametrize("k", [32, 48, 64, 96, 144, 250, 2048])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fp4-g16-e4m3", "fp4-g8", "nf4-g48", "int4-g16-asym", "int4-g48", "int8-asym", "int8-g64-asym", "int8-g32-fzp",
+        "fp8", "fp8_e5m2", "fp8-g32", "fp8-g16",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_products_rounded_once(text, k, dtype):
+    """Vectors may run over the end of a group, but not over that of a row."""
+    torch.manual_seed(k)
+    fmt = qcore.Format.parse(text)
+    weight = qcore.quantize(torch.randn(9, k), fmt, "absmax" if fmt.zero is qcore.ZeroPoint.NONE else "minmax")
+    kernel = CpuEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), dtype, 9, k, fmt))
+    rows = torch.tensor([8, 0, 3, 3, 7])
+    found = kernel(rows, kernel.pack(weight))
+    torch.testing.assert_close(found, weight.dequantize(torch.float32)[rows].to(dtype), rtol=0, atol=0)

@@ -264,3 +264,23 @@ def test_the_op_takes_a_weight_without_rows(rows, mode):
     empty = torch.zeros(0, 8, 128, dtype=torch.uint8)
     given = [torch.randn(rows, 64), empty, torch.zeros(0), *[None] * 10, 0, 64, 64, int(Kind.INT4), mode]
     assert ops.linear(*given, False, 1.0, 0, 1.0, 0, ops.TYPES[torch.float32]).shape == (rows, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 8, 9, 12, 16, 40])
+@pytest.mark.parametrize("scheme", ["wfp8a16", "wfp8_e5m2a16", "wfp8a16-g32", "wfp8_e5m2a16-g8"])
+def test_each_code_of_fp8(rows, scheme):
+    """Also those of NaN and Inf, which a weight refuses but memory may hold: a product by 1 is the number."""
+    fmt = qcore.Scheme.parse(scheme).weight
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 64)
+    for dtype in FLOATS:
+        kernel, _ = kernel_for(scheme, dtype, 256, 64)
+        packed = kernel.pack(qcore.quantize(torch.ones(256, 64), fmt, "absmax"))
+        packed["data"], scale = ops.pack(codes, fmt.group(64), 8, 0), packed["scale"].fill_(0.5)
+        assert scale.dtype == torch.float32
+        x = torch.zeros(rows, 64, dtype=dtype)
+        x[torch.arange(rows), torch.arange(rows) * 5 % 64] = 1
+        numbers = fmt.element.lookup(torch.device("cpu"), torch.float32) * 0.5
+        expected = numbers.to(dtype).expand(rows, 256)
+        finite = numbers.isfinite()
+        torch.testing.assert_close(kernel(x, packed, None)[:, finite], expected[:, finite], rtol=0, atol=0)
+        assert not kernel(x, packed, None)[:, ~finite].isfinite().any()

@@ -346,9 +346,12 @@ enum class Way { DIGITS, PAIRS, FLOATS, PANEL, GATHERED_PANELS };
 Way way_of(const Kernels& kernels, const Weight& w, const Input& in) {
   const bool table = w.element == FLOAT4 || w.element == FLOAT8;
   const Panel& panel = panel_of(kernels, in);
-  if (in.mode == DIGITS && in.rows >= panel.from) {
-    if (in.row) return Way::GATHERED_PANELS;
-    if (table || (panel.integers && in.rows >= panel.integers)) return Way::PANEL;
+  if (in.mode == DIGITS && in.row && in.rows >= panel.from) return Way::GATHERED_PANELS;
+  if (in.mode == DIGITS && !in.row) {
+    const bool is_short = w.at.groups > 1 && w.at.group <= 64;
+    const int least = table ? (w.element == FLOAT8 ? panel.fp8 : panel.table)
+                            : panel.integers[w.element != INT8 ? 0 : is_short ? 2 : 1];
+    if (least && in.rows >= least) return Way::PANEL;
   }
   const int from = kernels.floats_from[w.element == INT8][in.type == F32];
   if (table || (in.mode == DIGITS && from && in.rows >= from)) return Way::FLOATS;

@@ -4,6 +4,12 @@ constexpr int FLOAT_ROWS = 8;
 // Vectors of columns beside R rows, so that there are as many accumulators as multiply-adds on their way, and registers.
 template <int R> constexpr int FLOAT_VECTORS = LANES == 16 ? 2 : R > 4 ? 1 : R > 2 || LANES < 8 ? 2 : 4;
 
+// The number in the lower or upper word of each lane.
+static inline F lower_word_f(I v) { return from_bits(shl_i<16>(v)); }
+static inline F upper_word_f(I v) { return from_bits(and_i(v, set_i((int32_t)0xffff0000))); }
+// The upper words of each lane of two vectors, those of `even` below those of `odd`.
+static inline I bf16_words(I even, I odd) { return or_i(shr_i<16>(even), and_i(odd, set_i((int32_t)0xffff0000))); }
+
 // k of the nibble at 4 * j bits of a 32-bit lane.
 constexpr int NIBBLE_COLUMN[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
@@ -52,7 +58,8 @@ struct Decoder {
   }
 };
 
-template <Element E, int R>
+// WORDS: of fp8, four codes of a lane become words at once.
+template <Element E, int R, bool WORDS>
 static void __attribute__((noinline))
 float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int first, int rows, int64_t row0) {
   constexpr int H = FLOAT_VECTORS<R>;
@@ -62,6 +69,10 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
   const uint8_t* codes = w.data + nb * (w.at.packed() / STEP) * 128 + first * BYTES;
   const bool grouped = w.at.groups > 1;
   const Decoder<E> number_of(w);
+#ifdef QCORE_CODE_WORDS
+  CodeWords words{};
+  if constexpr (WORDS) words = code_words(w.table);
+#endif
   const float* totals = x + w.at.packed() * rows;  // [groups][rows]
   F sum[R][H];
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) sum[r][h] = set_f(0);
@@ -83,10 +94,18 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
           prefetch(codes + 2048 + BYTES * h);
           v[h] = load_i(codes + BYTES * h);
         }
+        [[maybe_unused]] I word[2][H];
+#ifdef QCORE_CODE_WORDS
+        if constexpr (WORDS) for (int h = 0; h < H; h++) words_by_bytes(words, v[h], word[0][h], word[1][h]);
+#endif
 #pragma GCC unroll 8
         for (int j = 0; j < STEP; j++) {
           F value[H];
           for (int h = 0; h < H; h++) {
+            if constexpr (WORDS) {
+              value[h] = j < 2 ? lower_word_f(word[j % 2][h]) : upper_word_f(word[j % 2][h]);
+              continue;
+            }
             value[h] = number_of(v[h], zero[h]);
             if constexpr (FOUR) v[h] = shr_i<4>(v[h]);
             else v[h] = shr_i<8>(v[h]);
@@ -121,17 +140,21 @@ float_tile(const Weight& w, const Output& out, const float* x, int64_t nb, int f
 }
 
 // All columns of a block, for the number of rows that it has.
-template <Element E, int R>
+template <Element E, int R, bool WORDS = false>
 static void float_tiles(const Weight& w, const Output& out, const float* x, int64_t nb, int rows, int count, int64_t row0) {
   if constexpr (R <= FLOAT_ROWS) {
-    if (count != R) return float_tiles<E, R + 1>(w, out, x, nb, rows, count, row0);
-    for (int first = 0; first < COLUMNS / LANES; first += FLOAT_VECTORS<R>) float_tile<E, R>(w, out, x, nb, first, rows, row0);
+    if (count != R) return float_tiles<E, R + 1, WORDS>(w, out, x, nb, rows, count, row0);
+    for (int first = 0; first < COLUMNS / LANES; first += FLOAT_VECTORS<R>)
+      float_tile<E, R, WORDS>(w, out, x, nb, first, rows, row0);
   }
 }
 
 static void float_product(const Weight& w, const Output& out, const float* x, int64_t nb, int rows, int count,
                           int64_t row0) {
   auto run = w.element == FLOAT4 ? float_tiles<FLOAT4, 1> : float_tiles<FLOAT8, 1>;
+#ifdef QCORE_CODE_WORDS
+  if (w.element == FLOAT8 && w.formula != TABLE) run = float_tiles<FLOAT8, 1, true>;
+#endif
 #ifdef QCORE_WORD_SUMS  // see FLOATS_FROM_4
   if (w.element == INT4) run = float_tiles<INT4, 1>;
   else if (w.element == INT8) run = float_tiles<INT8, 1>;
@@ -165,18 +188,49 @@ static inline void row_scales(const Weight& scales, int64_t from, int64_t count,
   for (; i < count; i++) to[i] = quiet(one_scale(scales, from + i));
 }
 
-// Int8 codes without zero points, in groups of whole vectors: the usual table.
-template <Type OUT>
-static void lookup_bytes_of(const Table& t, const Weight& scales, int64_t row, void* y) {
+// The numbers of LANES codes of 8 bits, less their zero point.
+template <bool ZEROS>
+static inline __attribute__((always_inline)) F byte_numbers(const Table& t, const int8_t* codes, I zero) {
+  if (t.table) return number_of_8(t.table, t.formula, bytes_i((const uint8_t*)codes));
+  const I v = signed_bytes_i(codes);
+  return to_f(ZEROS ? sub_i(v, zero) : v);
+}
+
+// Codes of 8 bits in groups of whole vectors: the usual tables.
+template <Type OUT, bool ZEROS>
+static void lookup_bytes_of(const Table& given, const Weight& scales, int64_t row, void* y) {
+  const Table t = given;  // a copy, which no store to y may change: what it says stays in registers
   const int8_t* codes = (const int8_t*)t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
+#ifdef QCORE_CODE_WORDS
+  const bool fp8 = t.element == FLOAT8 && t.formula != TABLE;
+  const CodeWords words = fp8 ? code_words(t.table) : CodeWords{};
+#endif
+  float some[ROW_SCALES];
   for (int64_t g = 0; g < groups; g++) {
-    const F scale = set_f(quiet(one_scale(scales, row * groups + g)));
-    const int64_t end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
-    const auto value = [&](int64_t i) { return mul_f(to_f(signed_bytes_i(codes + i)), scale); };
+    const int64_t at = row * groups + g, end = (g + 1) * t.group < t.k ? (g + 1) * t.group : t.k;
+    if (g % ROW_SCALES == 0) row_scales(scales, at, groups - g < ROW_SCALES ? groups - g : ROW_SCALES, some);
+    const F scale = set_f(some[g % ROW_SCALES]);
+    const I zero = set_i(ZEROS && t.zero ? t.zero[at] : 0);
+    float added = 0;
+    if (ZEROS && t.added) widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
+    const auto value = [&](int64_t i) {
+      const F v = mul_f(byte_numbers<ZEROS>(t, codes + i, zero), scale);
+      return ZEROS && t.added ? add_f(v, set_f(added)) : v;
+    };
     int64_t i = g * t.group;
+#ifdef QCORE_CODE_WORDS
+    if constexpr (OUT != F16 && !ZEROS) {
+      for (; fp8 && i < end; i += 2 * LANES) {
+        const I word = words_at(words, (const uint8_t*)codes + i);
+        const F even = mul_f(lower_word_f(word), scale), odd = mul_f(upper_word_f(word), scale);
+        if (OUT == F32) store_pairs_f((float*)y + i, even, odd);
+        else store_i((uint16_t*)y + i, bf16_words(rounded_bits(even), rounded_bits(odd)));
+      }
+    }
+#endif
 #ifdef QCORE_BF16_CONVERSION
-    if (OUT == BF16 && all_normal_or_zero(scale))
+    if (OUT == BF16 && !t.table && !t.added && all_normal_or_zero(scale))
       for (; i < end; i += 2 * LANES) store_converted((uint16_t*)y + i, value(i), value(i + LANES));
 #endif
     for (; i < end; i += 2 * LANES) {
@@ -219,7 +273,8 @@ static bool lookup_int4_bf16(const Table& t, const Weight& scales, int64_t row, 
 }
 #endif
 
-// 4-bit codes: the 16 results of a group are computed once, and looked up. Groups begin at whole bytes.
+// 4-bit codes: the 16 results of a group are computed once, and looked up. Groups begin at whole bytes. A vector may run over
+// into the next group, which overwrites it, but not over the row.
 template <Type OUT, bool ZEROS>
 static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, void* y) {
   constexpr int SIZE = OUT == F32 ? 4 : 2;
@@ -248,14 +303,14 @@ static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, vo
 #ifdef QCORE_UPPER_WORDS
     if constexpr (OUT == BF16) {  // in registers
       const Words sixteen = upper_words(rounded_bits(value(0)));
-      for (; i + 32 <= end; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
-      if (i == end) continue;
+      for (; i < end && i + 32 <= t.k; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
+      if (i >= end) continue;
     }
 #endif
     for (int j = 0; j < 16; j += LANES) store_result(results, j, OUT, value(j));
     if constexpr (OUT == F32) {
       const Numbers sixteen = numbers16((const float*)results);
-      for (; i + 2 * LANES <= end; i += 2 * LANES) {
+      for (; i < end && i + 2 * LANES <= t.k; i += 2 * LANES) {
         const I pairs = bytes_i(codes + i / 2);
         store_pairs_f((float*)y + i, pick(sixteen, pairs), pick(sixteen, shr_i<4>(pairs)));
       }
@@ -263,7 +318,7 @@ static void lookup_nibbles(const Table& t, const Weight& scales, int64_t row, vo
 #ifdef QCORE_WORDS
     if constexpr (OUT != F32) {
       const Words sixteen = words16((const uint16_t*)results);
-      for (; i + 32 <= end; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
+      for (; i < end && i + 32 <= t.k; i += 32) store_words_of(sixteen, codes + i / 2, (uint16_t*)y + i);
     }
 #endif
     for (; i < end; i++) {
@@ -279,6 +334,12 @@ static void lookup_nibbles_to(const Table& t, const Weight& scales, int64_t row,
   return (t.out == BF16 ? lookup_nibbles<BF16, ZEROS> : lookup_nibbles<F16, ZEROS>)(t, scales, row, y);
 }
 
+template <bool ZEROS>
+static void lookup_bytes(const Table& t, const Weight& scales, int64_t row, void* y) {
+  if (t.out == F32) return lookup_bytes_of<F32, ZEROS>(t, scales, row, y);
+  return (t.out == BF16 ? lookup_bytes_of<BF16, ZEROS> : lookup_bytes_of<F16, ZEROS>)(t, scales, row, y);
+}
+
 static void lookup(const Table& t, int64_t row, void* y) {
   const uint8_t* codes = t.data + row * t.row_bytes;
   const int64_t groups = (t.k + t.group - 1) / t.group;
@@ -292,10 +353,8 @@ static void lookup(const Table& t, int64_t row, void* y) {
     return lookup_nibbles_to<false>(t, scales, row, y);
   }
   const bool whole = t.k % (2 * LANES) == 0 && (t.group % (2 * LANES) == 0 || groups == 1);
-  if (t.element == INT8 && !t.zero && !t.added && whole) {
-    if (t.out == F32) return lookup_bytes_of<F32>(t, scales, row, y);
-    return (t.out == BF16 ? lookup_bytes_of<BF16> : lookup_bytes_of<F16>)(t, scales, row, y);
-  }
+  if ((t.element == INT8 || t.element == FLOAT8) && whole)
+    return (t.zero || t.added ? lookup_bytes<true> : lookup_bytes<false>)(t, scales, row, y);
   const int size = type_size(t.out);
   alignas(64) int8_t part[LOOKUP + 2 * LANES];
   alignas(64) float values[LOOKUP + LANES];
@@ -324,7 +383,8 @@ static void lookup(const Table& t, int64_t row, void* y) {
       const int stop = (int)(end - from < count ? end - from : count);
       for (; i < stop; i += LANES) {  // may run over into the next group, which overwrites it
         F v;
-        if (t.table) v = gather(t.table, and_i(bytes_i((const uint8_t*)part + i), set_i(255)));
+        if (t.element == FLOAT8) v = byte_numbers<false>(t, part + i, zero);
+        else if (t.table) v = gather(t.table, and_i(bytes_i((const uint8_t*)part + i), set_i(255)));
         else v = to_f(sub_i(signed_bytes_i(part + i), zero));
         v = mul_f(v, scale);
         if (t.added) v = add_f(v, added);

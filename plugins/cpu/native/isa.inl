@@ -65,13 +65,13 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       nullptr, 0, nullptr,
 #endif
 #if defined(QCORE_AMX)
-      {16, 16, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
+      {16, 16, 16, {16, 16, 16}, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
 #elif defined(QCORE_PAIRS)
-      {16, 256, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
+      {16, 9, 7, {96, 128, 48}, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
 #else
-      {0, 0, 0, 0, nullptr, nullptr},
+      {0, 0, 0, {0, 0, 0}, 0, 0, nullptr, nullptr},
 #endif
-      {16, FLOAT_PANEL_FROM, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
+      {16, 16, LANES == 16 ? 9 : 16, {FLOAT_PANEL_FROM, FLOAT_PANEL_FROM, FLOAT_PANEL_FROM}, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
       quantize_runs, magnitude, window_product,
 #if defined(QCORE_AMX)
       nullptr, nullptr,

@@ -9,6 +9,7 @@
 #include "core.h"
 #include "host.h"
 #include "pages.h"
+#include "transpose.h"
 
 namespace qcore_cpu {
 namespace {
@@ -212,6 +213,7 @@ Tensor embedding_op(Arguments& a) {
   t.zero = zero.data<int8_t>();
   t.added = added.data();
   t.table = values.data<float>();
+  if (t.element == FLOAT8) t.formula = formula_of(t.table);
   t.out = static_cast<Type>(result);
   const bool wide = indices.dtype() == aoti_torch_dtype_int64();
   check(embed(kernels(), pool(), t, indices.data(), wide, count, y.data()), "an index is outside the table");
@@ -236,6 +238,16 @@ Tensor unpack_op(Arguments& a) {
   unpack(pool(), packed.data<uint8_t>(), codes.data<uint8_t>(), n, geometry(k, group), static_cast<int>(bits),
          static_cast<int>(offset));
   return codes;
+}
+
+Tensor transposed_op(Arguments& a) {
+  const Tensor x = a.tensor();
+  const int32_t dtype = x.dtype();
+  const int64_t size = dtype == aoti_torch_dtype_float32() ? 4 : 2;
+  check(size == 4 || dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16(), "x has no such dtype");
+  Tensor y = empty({x.size(0), x.size(2), x.size(1)}, dtype);
+  transpose(pool(), x.data(), y.data(), x.size(0), x.size(1), x.size(2), size);
+  return y;
 }
 
 template <Tensor (*OP)(Arguments&)>
@@ -274,6 +286,7 @@ constexpr Op OPS[] = {
      boxed<embedding_op>},
     {"pack", "pack(Tensor codes, int group, int bits, int offset) -> Tensor", boxed<pack_op>},
     {"unpack", "unpack(Tensor packed, int n, int k, int group, int bits, int offset) -> Tensor", boxed<unpack_op>},
+    {"transposed", "transposed(Tensor x) -> Tensor", boxed<transposed_op>},
 };
 
 // When the library is loaded. The two registries are kept for the life of the process, as torch keeps its own.

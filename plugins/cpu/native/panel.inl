@@ -24,14 +24,14 @@ static inline I bf16_pair(F first, F second, [[maybe_unused]] bool converted) {
 #ifdef QCORE_BF16_CONVERSION
   if (!WHOLE && converted) return converted_pairs(first, second);
 #endif
-  const I upper = set_i((int32_t)0xffff0000);
-  if constexpr (WHOLE) return or_i(shr_i<16>(bits(first)), and_i(bits(second), upper));
-  return or_i(shr_i<16>(rounded_bits(first)), and_i(rounded_bits(second), upper));
+  if constexpr (WHOLE) return bf16_words(bits(first), bits(second));
+  return bf16_words(rounded_bits(first), rounded_bits(second));
 }
 
-// Whether the numbers of a panel are codes less their zero points, which bfloat16 holds exactly, and sums are scaled.
+// Whether the numbers of a panel are codes less their zero points, or fp8, which bfloat16 holds exactly, and sums are scaled.
 static inline bool has_whole_numbers(const Weight& w) {
-  return w.at.groups == 1 && !w.added && (w.element == INT4 || w.element == INT8 || w.element == HALVES4);
+  const bool whole = w.element == INT4 || w.element == INT8 || w.element == HALVES4;
+  return w.at.groups == 1 && !w.added && (whole || (w.element == FLOAT8 && w.formula != TABLE));
 }
 
 // Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns]. IN_ORDER: column by
@@ -54,6 +54,10 @@ static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count
     if (w.element == FLOAT8) return number_of_8(w.table, w.formula, v);
     return to_f(ZEROS ? and_i(v, byte) : sub_i(and_i(v, byte), offset));
   };
+#ifdef QCORE_CODE_WORDS
+  const bool fp8 = w.element == FLOAT8 && w.formula != TABLE;
+  const CodeWords code_table = fp8 ? code_words(w.table) : CodeWords{};
+#endif
   const ScaleVectors scales(w);
   int64_t known = -1;
   bool converted = false;  // whether the processor rounds all numbers of the group rightly
@@ -99,6 +103,13 @@ static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count
         put(1, finished(number_of(shr_i<4>(v))), finished(number_of(shr_i<20>(v))));
         put(2, finished(number_of(shr_i<8>(v))), finished(number_of(shr_i<24>(v))));
         put(3, finished(number_of(shr_i<12>(v))), finished(number_of(shr_i<28>(v))));
+#ifdef QCORE_CODE_WORDS
+      } else if (fp8) {
+        I even, odd;
+        words_by_bytes(code_table, v, even, odd);
+        put(0, finished(lower_word_f(even)), finished(lower_word_f(odd)));
+        put(1, finished(upper_word_f(even)), finished(upper_word_f(odd)));
+#endif
       } else {
         put(0, finished(number_of(v)), finished(number_of(shr_i<8>(v))));
         put(1, finished(number_of(shr_i<16>(v))), finished(number_of(shr_i<24>(v))));

@@ -148,8 +148,11 @@ struct Product {
 
 // Products of float x with numbers that a thread makes of its columns' codes; see panel.inl.
 struct Panel {
-  int from;         // rows from which on it is used for tables of floats
-  int integers;     // and for integer codes; 0: never
+  // Rows from which on it is used, 0: never. Products without it decode all codes once more for each block of rows.
+  int from;         // of rows that are gathered
+  int table;        // for tables of floats of 4 bits
+  int fp8;          // and of 8 bits
+  int integers[3];  // for integer codes of 4 bits, of 8, and of 8 in groups of up to 64
   int x_size;       // bytes of a packed column of x
   int64_t scratch;  // bytes for numbers; 128 more for each row and block of columns
   void (*row)(const Weight&, const void* x, Type type, void* to);
@@ -239,6 +242,7 @@ struct Table {
   const int8_t* zero;
   const void* added;
   const float* table;
+  Formula formula;           // of the table of FLOAT8
   Type out;
 };
 

@@ -131,6 +131,29 @@ static inline I upper_halves(I a, I b) {
 }
 static inline void store_upper_words(uint16_t* p, I a, I b) { _mm512_storeu_si512(p, upper_halves(a, b)); }
 static inline Words upper_words(I v) { return {upper_halves(v, v)}; }
+// Numbers of fp8 as bfloat16, which holds them: 32 words by the codes in them, of a table of 128 and the sign.
+#define QCORE_CODE_WORDS
+struct CodeWords { I part[4]; };
+static inline CodeWords code_words(const float* t) {
+  CodeWords words;
+  for (int i = 0; i < 4; i++) words.part[i] = upper_halves(_mm512_loadu_si512(t + 32 * i), _mm512_loadu_si512(t + 32 * i + 16));
+  return words;
+}
+static inline __attribute__((always_inline)) I words_by(const CodeWords& words, I codes) {
+  const I low = _mm512_permutex2var_epi16(words.part[0], codes, words.part[1]);
+  const I high = _mm512_permutex2var_epi16(words.part[2], codes, words.part[3]);
+  const I number = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64)), high);
+  return _mm512_or_si512(number, _mm512_and_si512(_mm512_slli_epi16(codes, 8), _mm512_set1_epi16((int16_t)0x8000)));
+}
+// Those of 32 bytes.
+static inline I words_at(const CodeWords& words, const uint8_t* codes) {
+  return words_by(words, _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes)));
+}
+// Those of bytes 0 and 2, and of 1 and 3, of each lane.
+static inline __attribute__((always_inline)) void words_by_bytes(const CodeWords& words, I v, I& even, I& odd) {
+  even = words_by(words, _mm512_and_si512(v, _mm512_set1_epi16(255)));
+  odd = words_by(words, _mm512_srli_epi16(v, 8));
+}
 #ifdef __AVX512BF16__
 // The processor's own rounding to bfloat16, right but for subnormal numbers, which it takes for 0, and the bits of NaN.
 #define QCORE_BF16_CONVERSION

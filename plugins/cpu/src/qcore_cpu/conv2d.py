@@ -72,5 +72,28 @@ class CpuConv2d(Kernel):
             size = (x.shape[0], self.n, *output_size(self.request, *x.shape[2:]))
             return x.new_zeros(size, dtype=self.out_dtype)
         weight = self.layout.arguments(packed)
-        y = ops.conv2d(x.permute(0, 2, 3, 1).contiguous(), *weight, readable_bias(bias), *self._constants)
+        y = ops.conv2d(_channels_last(x), *weight, readable_bias(bias), *self._constants)
+        if _is_quick(x) and y.dtype in _QUICK:
+            return ops.transposed(y.flatten(1, 2)).view(y.shape[0], self.n, *y.shape[1:3])
         return laid_out_like(y.permute(0, 3, 1, 2), x)
+
+
+_QUICK = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Images x as ``(B, H, W, IC)``, contiguous."""
+    if not _is_quick(x):
+        return x.permute(0, 2, 3, 1).contiguous()
+    batch, channels, *size = x.shape
+    return ops.transposed(x.flatten(2)).view(batch, *size, channels)
+
+
+def _is_quick(x: Tensor) -> bool:
+    """Whether images have their channels first, and `ops.transposed` may copy them: torch's copy takes up to 8 times as long.
+
+    Not in a graph, whose compiler fuses copies.
+    """
+    last = torch.channels_last
+    quick = x.dtype in _QUICK and x.is_contiguous() and not x.is_contiguous(memory_format=last)
+    return quick and not torch.compiler.is_compiling() and not x.is_neg()

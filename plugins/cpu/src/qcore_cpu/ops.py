@@ -26,6 +26,7 @@ conv2d = torch.ops.qcore_cpu.conv2d.default
 embedding = torch.ops.qcore_cpu.embedding.default
 pack = torch.ops.qcore_cpu.pack.default
 unpack = torch.ops.qcore_cpu.unpack.default
+transposed = torch.ops.qcore_cpu.transposed.default
 
 
 def _linear(x: Tensor, *rest: Any) -> Tensor:
@@ -63,6 +64,11 @@ def _unpack(packed: Tensor, n: int, k: int, group: int, bits: int, offset: int) 
     return packed.new_empty((n, k))
 
 
+def _transposed(x: Tensor) -> Tensor:
+    batch, rows, columns = x.shape
+    return x.new_empty((batch, columns, rows))
+
+
 _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear": _linear,
     "grouped_linear": _grouped_linear,
@@ -70,6 +76,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "embedding": _embedding,
     "pack": _pack,
     "unpack": _unpack,
+    "transposed": _transposed,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"qcore_cpu::{_name}", _fake)

@@ -12,6 +12,7 @@ from qcore.plugin_api import AnyRequest, GroupedLinearRequest, Kernel
 from . import eligibility, native, probe, ranking
 
 _NOTE = "int8 products of the digits of x and the weight's codes"
+_TABLE_NOTE = "products of x and the numbers that the weight's codes stand for"
 
 
 @qcore.hookimpl
@@ -48,7 +49,8 @@ def _answer(request: AnyRequest) -> qcore.Offer | qcore.Refusal:
     if reason := native.fault() or eligibility.why_not(request):
         return qcore.Refusal(reason)
     rank, measured = ranking.rank(request, native.isa() or "", torch.get_num_threads())
-    return qcore.Offer(_kernel(request), rank, measured or _NOTE)
+    note = _NOTE if request.weight.element.is_integer else _TABLE_NOTE
+    return qcore.Offer(_kernel(request), rank, measured or note)
 
 
 @lru_cache(maxsize=1024)
