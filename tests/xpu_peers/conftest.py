@@ -40,7 +40,7 @@ def isolated(tmp_path_factory):
 @pytest.fixture(scope="session")
 def seed():
     """Of the random inputs: a fresh one in each run; XPU_PEERS_SEED repeats one."""
-    from qcore.testing.runner import fresh_seed
+    from qcore.testing.kit import fresh_seed
 
     given = os.environ.get("XPU_PEERS_SEED")
     return fresh_seed() if given is None else int(given)

@@ -54,7 +54,7 @@ def test_gap_that_hides_more_than_what_fails_is_an_error(add, listed):
 
 
 def test_gap_that_covers_nothing_is_an_error_if_everything_ran(add, listed):
-    from qcore.testing.runner import Kit
+    from qcore.testing.kit import Kit
 
     kit = Kit(add(), gaps=listed(entry("linear[w9a16*]")), seed=1)
     assert "covers nothing that fails" in kit.gaps_result().reason

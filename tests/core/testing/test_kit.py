@@ -4,7 +4,7 @@ import torch
 import qcore
 from qcore import testing
 from qcore.errors import ConformanceError
-from qcore.testing.runner import Kit
+from qcore.testing.kit import Kit
 
 FEW = {"schemes": ["w8a16"], "contracts": ["linear"], "select": ["linear[w8a16-float32-k"]}
 

@@ -6,8 +6,8 @@ import torch
 
 import qcore
 from qcore import testing
+from qcore.testing.kit import LAWS, Kit
 from qcore.testing.preflight import Preflight
-from qcore.testing.runner import LAWS, Kit
 
 INAPPLICABLE = ("discovery", "devices", "indices")
 """Laws without a subject in a plugin of this process that offers linear layers on the CPU."""

@@ -17,9 +17,9 @@ from ..resolving.decision import format_table
 from . import html_report
 from .case_selection import PreparedCase, cases
 from .certificate import Certificate
+from .kit import Kit, fresh_seed
 from .matrix_cells import SYMBOLS, Cell, families, law_cell, laws, scheme_cell
 from .results import Outcome, summary_line
-from .runner import Kit, fresh_seed
 
 _CASES, _LAWS = 8, 4
 """With --quick, every eighth case and every fourth law runs, always the same ones."""

@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConformanceError
 from .certificate import Certificate
+from .kit import Kit
 from .results import Outcome, Result
-
-if TYPE_CHECKING:
-    from .runner import Kit
 
 Arguments = dict[str, Any]
 Progress = Callable[[int, int, str], None]
@@ -231,8 +229,6 @@ def _work(pipe: Connection, arguments: Arguments, deadline: float) -> None:
 
 
 def _serve(pipe: Connection, arguments: Arguments, deadline: float) -> None:
-    from .runner import Kit
-
     kit = Kit(**arguments)
     steps = kit.steps()
     pipe.send((_READY, (kit.target.available, kit.skipped(""))))

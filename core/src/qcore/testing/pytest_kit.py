@@ -12,8 +12,8 @@ import pytest
 from ..errors import QcoreError
 from . import html_report
 from .case_selection import PreparedCase
+from .kit import Kit, fresh_seed
 from .results import Outcome, Result
-from .runner import Kit, fresh_seed
 from .target import check_installed
 
 SUITE = Path(__file__).with_name("suite.py")

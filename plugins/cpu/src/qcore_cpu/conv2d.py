@@ -74,7 +74,8 @@ class CpuConv2d(Kernel):
         weight = self.layout.arguments(packed)
         y = ops.conv2d(_channels_last(x), *weight, readable_bias(bias), *self._constants)
         if _is_quick(x) and y.dtype in _QUICK:
-            return ops.transposed(y.flatten(1, 2)).view(y.shape[0], self.n, *y.shape[1:3])
+            planes: Tensor = ops.transposed(y.flatten(1, 2))
+            return planes.view(y.shape[0], self.n, *y.shape[1:3])
         return laid_out_like(y.permute(0, 3, 1, 2), x)
 
 
@@ -86,11 +87,12 @@ def _channels_last(x: Tensor) -> Tensor:
     if not _is_quick(x):
         return x.permute(0, 2, 3, 1).contiguous()
     batch, channels, *size = x.shape
-    return ops.transposed(x.flatten(2)).view(batch, *size, channels)
+    pixels: Tensor = ops.transposed(x.flatten(2))
+    return pixels.view(batch, *size, channels)
 
 
 def _is_quick(x: Tensor) -> bool:
-    """Whether images have their channels first, and `ops.transposed` may copy them: torch's copy takes up to 8 times as long.
+    """Whether images have their channels first, and `ops.transposed` may copy them: torch takes up to 8 times as long.
 
     Not in a graph, whose compiler fuses copies.
     """
