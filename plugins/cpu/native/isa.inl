@@ -65,7 +65,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       nullptr, 0, nullptr,
 #endif
 #if defined(QCORE_AMX)
-      {16, 16, 16, {16, 16, 16}, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
+      {16, 9, 9, {16, 16, 16}, 2, PANEL_PART * 128, panel_row<true>, amx_panel},
 #elif defined(QCORE_PAIRS)
       {16, 9, 7, {96, 128, 48}, 2, PANEL_PART * 128, panel_row<true>, panel_product<true>},
 #else
