@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from graph_backends import KeepsStates
 from torch import nn
 
 from qcore import graphs
-from qcore.graphs import capture
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:keeps_all")]
 
@@ -71,14 +69,6 @@ class Rest(Layer):
 class Whole(Layer):
     def forward(self, x, position):
         return self.written(x, position) + self.cache.sum(0)
-
-
-@pytest.fixture
-def backend():
-    capture._warn_of_return.cache_clear()
-    made = KeepsStates()
-    yield made
-    del graphs.states.backends[made.name]
 
 
 def check(compiled, model, calls=4):

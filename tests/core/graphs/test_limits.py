@@ -4,22 +4,12 @@ import inspect
 
 import pytest
 import torch
-from graph_backends import KeepsStates
 
 from qcore import graphs
-from qcore.graphs import capture
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore:keeps_all")]
 
 HAS_OWN_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
-
-
-@pytest.fixture
-def backend():
-    capture._warn_of_return.cache_clear()
-    made = KeepsStates()
-    yield made
-    del graphs.states.backends[made.name]
 
 
 def step(count, number):
