@@ -31,13 +31,19 @@ def test_powers_of_two_hold_at_both_ends(scheme, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_nan_among_scales_stays_nan(dtype):
-    # Rounding to bfloat16 carries: the largest bits of a NaN would become -0.
+    """Also among zero points that are added. Rounding to bfloat16 carries: the largest bits would become -0."""
     fmt, k = qcore.Format.parse("int4-g32"), 32 * 35
     kernel = CpuEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), dtype, 5, k, fmt))
     packed = kernel.pack(qcore.quantize(torch.randn(5, k), fmt, "absmax"))
     nans = torch.tensor((-1, 0x7FBFFFFF, 0x7F800001, -0x400001, 0x7FC00000), dtype=torch.int32)
     packed["scale"].copy_(nans.view(torch.float32).unsqueeze(1))
     assert kernel(torch.arange(5), packed).isnan().all()
+    for text in ("int4-g32-fzp", "int8-g32-fzp", "int8-g48-fzp", "fp8-g32"):
+        fmt = qcore.Format.parse(text)
+        kernel = CpuEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), dtype, 5, k, fmt))
+        packed = kernel.pack(qcore.quantize(torch.randn(5, k), fmt, "absmax" if "fp8" in text else "minmax"))
+        packed["added" if "fzp" in text else "scale"].copy_(nans.view(torch.float32).unsqueeze(1))
+        assert kernel(torch.arange(5), packed).isnan().all(), text
 
 
 @pytest.mark.parametrize("k", [32, 48, 64, 96, 144, 250, 2048])

@@ -213,7 +213,10 @@ static void lookup_bytes_of(const Table& given, const Weight& scales, int64_t ro
     const F scale = set_f(some[g % ROW_SCALES]);
     const I zero = set_i(ZEROS && t.zero ? t.zero[at] : 0);
     float added = 0;
-    if (ZEROS && t.added) widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
+    if (ZEROS && t.added) {
+      widen((const char*)t.added + at * type_size(t.scale_type), t.scale_type, 1, &added);
+      added = quiet(added);
+    }
     const auto value = [&](int64_t i) {
       const F v = mul_f(byte_numbers<ZEROS>(t, codes + i, zero), scale);
       return ZEROS && t.added ? add_f(v, set_f(added)) : v;

@@ -245,6 +245,7 @@ Tensor transposed_op(Arguments& a) {
   const int32_t dtype = x.dtype();
   const int64_t size = dtype == aoti_torch_dtype_float32() ? 4 : 2;
   check(size == 4 || dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16(), "x has no such dtype");
+  check(x.dim() == 3, "x has other than three dimensions");
   Tensor y = empty({x.size(0), x.size(2), x.size(1)}, dtype);
   transpose(pool(), x.data(), y.data(), x.size(0), x.size(1), x.size(2), size);
   return y;

@@ -148,8 +148,8 @@ struct Product {
 
 // Products of float x with numbers that a thread makes of its columns' codes; see panel.inl.
 struct Panel {
-  // Rows from which on it is used, 0: never. Products without it decode all codes once more for each block of rows.
-  int from;         // of rows that are gathered
+  // Rows from which on it is used. Products without it decode all codes once more for each block of rows.
+  int from;         // of rows that are gathered; for the others 0: never
   int table;        // for tables of floats of 4 bits
   int fp8;          // and of 8 bits
   int integers[3];  // for integer codes of 4 bits, of 8, and of 8 in groups of up to 64

@@ -60,6 +60,20 @@ class Within(nn.Module):
         return x, found
 
 
+class Around(nn.Module):
+    """Calls a model in a loop with a break, and reads its cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, position):
+        for _ in range(1):
+            self.model(x, position)
+            torch._dynamo.graph_break()
+        return self.model.cache.argmax()
+
+
 class Rest(Layer):
     def forward(self, x, position):
         torch._dynamo.graph_break()
@@ -100,6 +114,17 @@ def test_a_function_that_is_left_to_torch_sees_current_states(backend):
     model, own = made(Within)
     with pytest.warns(match="a graph break within 'forward' leaves that to torch"):
         check(backend.compiled(own), model)
+
+
+@torch.no_grad()
+def test_a_model_that_was_compiled_alone_sees_current_states_in_another(backend):
+    """Dynamo takes what it has compiled, and the backend is not asked again."""
+    model, own = made(Whole)
+    alone, around = backend.compiled(own), backend.compiled(Around(own))
+    check(alone, model, 1)
+    assert own.cache.isnan().all()
+    x, position = torch.randn(1, 4), torch.tensor([1])
+    assert torch.equal(around(x, position), Around(model)(x, position))
 
 
 @torch.no_grad()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 
 import pytest
 import torch
 
 import qcore
 from qcore import testing
+from qcore.runtime import process_state
 
 LINEAR = {"schemes": ["w8a16"], "contracts": ["linear"], "seed": 1}
 TABLE = {"schemes": ["w8a16"], "contracts": ["embedding"], "seed": 1}
@@ -136,9 +139,6 @@ FAULTS = {
     ),
     "NaN lost": (before(lambda x, packed, bias: (x.nan_to_num(), packed, bias)), "nan"),
     "NaN in other rows": (after(lambda y, x: y + 0 * x.sum() if x.isnan().any() else y), "nan"),
-    "random numbers drawn": (after(lambda y, x: (torch.rand(1), y)[1]), "state"),
-    "threads changed": (after(lambda y, x: (torch.set_num_threads(torch.get_num_threads() + 1), y)[1]), "state"),
-    "default dtype changed": (after(lambda y, x: (torch.set_default_dtype(torch.bfloat16), y)[1]), "state"),
     "raises under inference_mode": (after(lambda y, x: 1 / 0 if torch.is_inference_mode_enabled() else y), "modes"),
     "raises with gradients": (after(lambda y, x: 1 / 0 if torch.is_grad_enabled() else y), "modes"),
     "rounded under autocast": (
@@ -146,6 +146,32 @@ FAULTS = {
         "modes",
     ),
 }
+
+
+CHANGES = {
+    "random numbers": lambda: torch.rand(1),
+    "number of threads": lambda: torch.set_num_threads(1),
+    "default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "float32 matmul precision": lambda: torch.set_float32_matmul_precision("high"),
+    "working directory": lambda: os.chdir("/"),
+    "signal handlers": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "default device": lambda: torch.set_default_device("cpu"),
+}
+"""What a kernel may do at each call, by the item of the process's state that it changes."""
+
+
+@pytest.mark.parametrize("item", CHANGES)
+@pytest.mark.parametrize("alone", [True, False])
+def test_changes_of_the_process_are_found(add, item, alone):
+    """Also where cases have run before, after which what they set may stand."""
+    before = process_state.snapshot()
+    name = add(**after(lambda y, x: (CHANGES[item](), y)[1]))
+    select = ["state["] if alone else ["state[", "linear[w8a16-float32-rows-1"]
+    (found,) = [r for r in testing.run(name, select=select, **LINEAR).laws if r.law == "state"]
+    assert found.outcome == "failed"
+    assert f"a call changed state of the process: {item}" in found.reason
+    assert not before()
 
 
 @pytest.mark.parametrize("name", FAULTS)

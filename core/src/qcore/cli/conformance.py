@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     jobs = "processes that share the steps (default: 1); 0: none, so that a debugger works"
     parser.add_argument("--jobs", type=arguments.count_or_none, default=1, metavar="N", help=jobs)
     step = "end a process whose step takes longer, and fail the step (default: 600)"
-    parser.add_argument("--step-seconds", type=float, default=600.0, metavar="N", help=step)
+    parser.add_argument("--step-seconds", type=arguments.seconds, default=600.0, metavar="N", help=step)
     limit = "begin no step after so many seconds; what was found is kept, and the exit code is 1"
     parser.add_argument("--seconds", type=float, metavar="N", help=limit)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate as JSON")

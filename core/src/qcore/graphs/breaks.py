@@ -21,7 +21,7 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 def why_broken() -> str:
-    """Why torch runs code behind the graph that Dynamo is compiling, a sentence; "" if the call ends with the graph."""
+    """Why torch runs code behind the graph that Dynamo is compiling, a sentence; "" if the function ends with it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -29,9 +29,17 @@ def why_broken() -> str:
         is_broken = reason.graph_break
     except AttributeError:  # a backend called by hand
         return ""
-    if is_broken:
-        line = reason.user_stack[-1].line if reason.user_stack else ""
-        return f"there is a graph break{f' at {line!r}' if line else ''}. {_SHOWN}"
+    if not is_broken:
+        return ""
+    line = reason.user_stack[-1].line if reason.user_stack else ""
+    return f"there is a graph break{f' at {line!r}' if line else ''}. {_SHOWN}"
+
+
+def why_unrecorded() -> str:
+    """Why torch runs code behind the call of a graph, a sentence: a function around it is not recorded; else "".
+
+    Of each call, as Dynamo shares what it has compiled: a model may be called alone, and in another one that breaks.
+    """
     caller = next(_callers(), None)
     return "" if caller is None else f"a graph break within {caller.co_name!r} leaves that to torch. {_SHOWN}"
 
@@ -45,14 +53,12 @@ def why_eager() -> str:
 
 
 def _callers() -> Iterator[CodeType]:
-    """Functions around the one that Dynamo is compiling that run as they were written, up to torch.compile's own."""
+    """Functions around the one that calls a graph that run as they were written, up to torch.compile's own."""
     from torch._dynamo import convert_frame, eval_frame
 
-    around = iter(_stack())
-    for code in around:
-        if code.co_filename == convert_frame.__file__ and code.co_name == "__call__":
-            break  # the compiler's own frames end here
-    recorded = getattr(convert_frame, "output_codes", ())
+    around, recorded = iter(_stack()), getattr(convert_frame, "output_codes", ())
+    if not any(code in recorded for code in around):  # consumes what is above it: the graph is called by hand
+        return
     for code in around:
         if code.co_filename == eval_frame.__file__:
             return

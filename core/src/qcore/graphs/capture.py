@@ -23,7 +23,7 @@ from ..errors import QcoreWarning, first_line
 from ..nn.graph_ops import CAPTURES
 from . import overlaps, programs, states
 from .backends import GraphBackend, Role
-from .breaks import why_broken, why_eager
+from .breaks import why_broken, why_eager, why_unrecorded
 from .explaining import Record, Report, remember
 from .integers import constants, take_integers
 from .limits import Limit
@@ -92,7 +92,7 @@ class Captured:
         """Why what models write must come back with this call: torch may read it; "" if it need not."""
         if self._limit is None:
             return ""
-        return self._limit.why_near() or self._break or why_eager()
+        return self._limit.why_near() or self._break or why_eager() or why_unrecorded()
 
     def _run(self, values: Sequence[Any]) -> Any:
         counts: Sequence[int | None] = ()

@@ -18,6 +18,7 @@ from .._version import __version__
 from ..contracts import Case
 from ..discovery.registry import registry
 from ..errors import ConformanceError
+from ..runtime.process_state import snapshot
 from .case_selection import PreparedCase, cases, selects
 from .certificate import Certificate
 from .check import check_case
@@ -81,25 +82,37 @@ class Kit:
         self.law_results: list[Result] = []
         self._start = time.perf_counter()
 
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """What a step changes in the process is put back, so that it cannot decide the next one."""
+        with quiet():
+            self.target.baseline = restore = snapshot()
+            try:
+                yield
+            finally:
+                restore()
+
     def run_case(self, prepared: PreparedCase) -> Result:
         """Check one case."""
-        with quiet():
+        with self._step():
             result = self.apply_gaps(check_case(self.target, prepared))
         self.results.append(result)
         return result
 
-    def set_results(self, results: Iterable[Result]) -> None:
-        """Take the results of cases and laws from all processes; steps without one were not run."""
+    def set_results(self, results: Iterable[Result], steps: Iterable[Result]) -> None:
+        """Take the results of cases and laws from all processes, in the order of ``steps``."""
         by_id = {result.id: result for result in results}
-        self.results = [by_id[case.id] for case in self.cases if case.id in by_id]
-        self.law_results = [by_id[item.id] for item in self.laws if item.id in by_id]
-        for result in by_id.values():
+        cases = {step.id for step in steps if step.law == "results"}
+        found = [by_id[step.id] for step in steps if step.id in by_id]
+        self.results = [result for result in found if result.id in cases]
+        self.law_results = [result for result in found if result.id not in cases]
+        for result in found:
             if result.outcome is Outcome.GAP:
                 self.gaps.used(result.id)
 
     def run_law(self, item: LawItem) -> Result:
         """Check one law."""
-        with quiet():
+        with self._step():
             result = self.apply_gaps(check_law(self.target, self.samples, item))
         self.law_results.append(result)
         return result
@@ -134,13 +147,15 @@ class Kit:
         cases = [Result(c.id, "results", c.contract, c.scheme, Outcome.SKIPPED, why) for c in self.cases]
         return [*cases, *(Result(i.id, i.law.name, i.contract, i.scheme, Outcome.SKIPPED, why) for i in self.laws)]
 
-    def finish(self, why: str) -> Certificate:
+    def finish(self, why: str, steps: Iterable[Result] = ()) -> Certificate:
         """Return the certificate of a run in which steps may be missing because of ``why``.
+
+        ``steps``: those that were to be run, if the plugin may not be available any more.
 
         They are skipped, and one failed result says how many: such a certificate is not ok.
         """
         ran = {result.id for result in (*self.results, *self.law_results)}
-        every = self.skipped(why) if self.target.available else []
+        every = [replace(step, reason=why) for step in steps] or (self.skipped(why) if self.target.available else [])
         missed = [result for result in every if result.id not in ran]
         if missed:
             self.results += [result for result in missed if result.law == "results"]

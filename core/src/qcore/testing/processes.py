@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..errors import ConformanceError
+from ..errors import ConformanceError, QcoreError
 from .certificate import Certificate
 from .kit import Kit
 from .results import Outcome, Result
@@ -28,26 +28,30 @@ Progress = Callable[[int, int, str], None]
 """Called before each step with (steps done, total steps, id)."""
 MOST = 10
 """After so many steps that ended their process no more are begun."""
+_LOADING = 60.0
+"""Seconds that loading a plugin may take, even if a step may not last as long."""
 _BATCH = 8
 """Cases that a process runs at a time: neighbouring cases share compiled kernels."""
-_READY, _BEGUN, _DONE, _CERTIFIED, _RAISED = range(5)
+_LOADED, _BEGUN, _DONE, _IDLE, _CERTIFIED, _RAISED = range(6)
 """What a process tells."""
+_GONE = (EOFError, OSError)
+"""What reading from and writing to a process that has ended raises."""
 
 
 @dataclass
 class _Worker:
     """A process that runs steps.
 
-    **Fields:** ``busy``: whether it has a batch, of which ``batch`` is left; ``step``: the current one, begun at
-    ``since``; ``slow``: whether it took too long.
+    **Fields:** ``busy``: whether it loads the plugin, or has a batch, of which ``batch`` is left; ``step``: the current
+    one; ``since``: when that began, or loading; ``slow``: whether it took too long.
     """
 
     process: Any
     pipe: Connection
-    busy: bool = False
+    busy: bool = True
     batch: list[str] = field(default_factory=list)
     step: str = ""
-    since: float = math.inf
+    since: float = field(default_factory=time.monotonic)
     slow: bool = False
 
     @classmethod
@@ -60,7 +64,7 @@ class _Worker:
         return cls(process, mine)
 
     def told(self) -> Iterator[tuple[int, Any]]:
-        """What it has told since; ends with `EOFError` if the process has ended."""
+        """What it has told since."""
         while self.pipe.poll():
             yield self.pipe.recv()
 
@@ -70,7 +74,11 @@ class _Worker:
         code = self.process.exitcode
         if self.slow:
             return "it did not return in time"
-        return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"
+        if code >= 0:
+            return f"it exited with status {code}"
+        with contextlib.suppress(ValueError):
+            return f"it was killed by {signal.Signals(-code).name}"
+        return f"it was killed by signal {-code}"
 
     def end(self) -> None:
         """End the process; one that has nothing to do ends by itself."""
@@ -96,43 +104,25 @@ class Supervisor:
         self._left: deque[list[str]] = deque()
         self._results: dict[str, Result] = {}
         self._ended: dict[str, Result] = {}
+        self._lost = ""
         self._workers: list[_Worker] = []
+        self._certificate: Certificate | None = None
 
     def run(self) -> Certificate:
         """Run all steps, and return the certificate."""
         try:
-            self._start()
-            self._divide()
-            self._hand_out()
+            self._start(1)  # it says which steps there are
             while any(worker.busy for worker in self._workers):
                 self._hear()
                 self._hand_out()
             self._tell(len(self._steps), len(self._steps), "")
-            return self._certificate()
+            return replace(self._certified(), seconds=time.time() - self._begun)
         finally:
             for worker in self._workers:
                 worker.end()
 
-    def _start(self) -> _Worker:
-        """A process that has loaded the plugin."""
-        worker = _Worker.started(self._arguments, self._deadline)
-        self._workers.append(worker)
-        available, steps = self._answer(worker, _READY, "while it loaded the plugin")
-        if not self._steps:
-            self._steps = {step.id: step for step in steps} if available else {}
-        return worker
-
-    def _answer(self, worker: _Worker, expected: int, when: str) -> Any:
-        try:
-            kind, answer = worker.pipe.recv()
-        except EOFError:
-            raise ConformanceError(
-                f"a process of the kit ended {when}: {worker.ending()}.\n"
-                f"'qcore doctor' tests the plugin's parts apart; --jobs 0 runs the kit without processes."
-            ) from None
-        _raise_if(kind, answer)
-        assert kind == expected
-        return answer
+    def _start(self, count: int) -> None:
+        self._workers += [_Worker.started(self._arguments, self._deadline) for _ in range(count)]
 
     def _divide(self) -> None:
         """Make batches: the laws of one contract and scheme share a sample."""
@@ -146,92 +136,122 @@ class Supervisor:
         self._left.extend([*parts, *laws.values()] if self._jobs == 1 else [*laws.values(), *parts])
 
     def _hand_out(self) -> None:
-        if time.time() > self._deadline or len(self._ended) >= MOST:
+        if time.time() > self._deadline or len(self._ended) >= MOST or self._lost:
             self._left.clear()
-        idle = sum(not worker.busy for worker in self._workers)
-        for _ in range(min(self._jobs - len(self._workers), len(self._left) - idle)):
-            self._start()
-        for worker in self._workers:
+        for worker in [*self._workers]:
             if not worker.busy and self._left:
+                try:
+                    worker.pipe.send((_BEGUN, self._left[0]))
+                except OSError:  # it has ended meanwhile
+                    self._bury(worker)
+                    continue
                 worker.busy, worker.batch = True, self._left.popleft()
-                worker.pipe.send((_BEGUN, worker.batch))
+        loading = sum(worker.busy and not worker.batch for worker in self._workers)
+        self._start(min(self._jobs - len(self._workers), len(self._left) - loading))
 
     def _hear(self) -> None:
-        """Wait for what a process tells, for its end, or for the end of its time."""
-        limit = None if self._step_seconds is None else 1.0
-        wait([worker.pipe for worker in self._workers if worker.busy], limit)
+        """Take what processes tell; note those that have ended, and end those whose time is over."""
+        wait([worker.pipe for worker in self._workers if worker.busy], 1.0)
         for worker in [*self._workers]:
+            # Asked first, as it may tell until it ends. The pipe does not say: a child of the kernel's may hold it.
+            is_alive = worker.process.is_alive()
             try:
                 for kind, answer in worker.told():
                     self._note(worker, kind, answer)
-            except (EOFError, OSError):
+            except _GONE:
+                is_alive = False
+            if not is_alive:
                 self._bury(worker)
-                continue
-            if self._step_seconds is not None and time.monotonic() - worker.since > self._step_seconds:
+            elif time.monotonic() - worker.since > self._limit(worker):
                 worker.slow = True
                 worker.process.kill()
 
+    def _limit(self, worker: _Worker) -> float:
+        """Seconds that a step may last, or loading."""
+        if self._step_seconds is None:
+            return math.inf
+        return self._step_seconds if worker.step else max(self._step_seconds, _LOADING)
+
     def _note(self, worker: _Worker, kind: int, answer: Any) -> None:
-        _raise_if(kind, answer)
-        if kind == _BEGUN:
+        if kind == _LOADED:
+            self._note_loaded(worker, *answer)
+        elif kind == _BEGUN:
             worker.step, worker.since = answer, time.monotonic()
             self._tell(len(self._results) + len(self._ended), len(self._steps), answer)
         elif kind == _DONE:
             self._results[answer.id] = answer
             worker.step, worker.since = "", math.inf
             worker.batch = [step for step in worker.batch if step != answer.id]
-        else:  # the batch is done, or there is no time for the rest of it
+        elif kind == _IDLE:  # the batch is done, or there is no time for the rest of it
             worker.busy, worker.batch = False, []
+        elif kind == _CERTIFIED:
+            worker.busy, self._certificate = False, answer
+        else:
+            error, text = answer
+            raise error or RuntimeError(f"in a process of the kit:\n{text}")
+
+    def _note_loaded(self, worker: _Worker, why_not: str, steps: list[Result]) -> None:
+        worker.busy, worker.since = False, math.inf
+        if self._steps and why_not:
+            self._lost = f"not run, as the plugin is not available any more: {why_not}"
+        elif not self._steps and not why_not:
+            self._steps = {step.id: step for step in steps}
+            self._divide()
 
     def _bury(self, worker: _Worker) -> None:
         """Note what has ended a process, and leave the rest of its batch to others."""
         self._workers.remove(worker)
         how, step = worker.ending(), worker.step
         worker.pipe.close()
-        if not step:
-            raise ConformanceError(f"a process of the kit ended between two steps: {how}.")
-        limit = f" (the limit is {self._step_seconds:g} seconds)" if worker.slow else ""
-        reason = f"its process had to be replaced: {how}{limit}. Repeat it alone with --select {step!r}."
-        law = "raises" if self._steps[step].law == "results" else self._steps[step].law
-        self._ended[step] = replace(self._steps[step], outcome=Outcome.FAILED, law=law, reason=reason)
-        rest = [one for one in worker.batch if one != step]
-        if rest:
-            self._left.appendleft(rest)
+        if worker.batch:
+            self._left.appendleft([one for one in worker.batch if one != step])
+        if self._left and not self._left[0]:
+            self._left.popleft()
+        if worker.busy and not worker.batch and not step:
+            raise ConformanceError(
+                f"a process of the kit ended while it loaded the plugin: {how}.\n"
+                f"'qcore doctor' tests the plugin's parts apart; --jobs 0 runs the kit without processes."
+            )
+        if step:
+            limit = f" (the limit is {self._step_seconds:g} seconds)" if worker.slow else ""
+            reason = f"its process had to be replaced: {how}{limit}. Repeat it alone with --select {step!r}."
+            law = "raises" if self._steps[step].law == "results" else self._steps[step].law
+            self._ended[step] = replace(self._steps[step], outcome=Outcome.FAILED, law=law, reason=reason)
 
-    def _certificate(self) -> Certificate:
-        worker = next(iter(self._workers), None) or self._start()
+    def _certified(self) -> Certificate:
         why = f"not run within the limit of {self._seconds:g} seconds" if self._seconds is not None else ""
         if len(self._ended) >= MOST:
             why = f"not run, as {len(self._ended)} steps before had ended their process"
-        worker.pipe.send((_CERTIFIED, ([*self._results.values()], [*self._ended.values()], why)))
-        certificate: Certificate = self._answer(worker, _CERTIFIED, "at the end")
-        return replace(certificate, seconds=time.time() - self._begun)
-
-
-def _raise_if(kind: int, answer: Any) -> None:
-    if kind == _RAISED:
-        error, text = answer
-        raise error from RuntimeError(f"in a process of the kit:\n{text}")
+        what = [*self._results.values()], [*self._ended.values()], [*self._steps.values()], self._lost or why
+        while self._certificate is None:  # a process may end that was idle
+            if not self._workers:
+                self._start(1)
+            if not any(worker.busy for worker in self._workers):
+                worker = self._workers[0]
+                with contextlib.suppress(OSError):
+                    worker.pipe.send((_CERTIFIED, what))
+                worker.busy, worker.batch = True, [""]
+            self._hear()
+        return self._certificate
 
 
 def _work(pipe: Connection, arguments: Arguments, deadline: float) -> None:
     """Run steps in this process, as it is told."""
     try:
         _serve(pipe, arguments, deadline)
-    except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the process that asked has its own message
+    except (KeyboardInterrupt, *_GONE):  # the process that asked has its own message
         pass
     except BaseException as error:  # noqa: BLE001 - raised again where the run was asked for
-        text = traceback.format_exc()
-        try:
-            pipe.send((_RAISED, (error, text)))
-        except Exception:  # noqa: BLE001 - it cannot be pickled
-            pipe.send((_RAISED, (RuntimeError(str(error)), text)))
+        with contextlib.suppress(OSError):
+            pipe.send((_RAISED, (error if isinstance(error, QcoreError) else None, traceback.format_exc())))
 
 
 def _serve(pipe: Connection, arguments: Arguments, deadline: float) -> None:
     kit = Kit(**arguments)
     steps = kit.steps()
-    pipe.send((_READY, (kit.target.available, kit.skipped(""))))
+    status = kit.target.status
+    why_not = "" if kit.target.available else status.reason or str(status.state)
+    pipe.send((_LOADED, (why_not, kit.skipped(""))))
     while (order := pipe.recv()) is not None:
         kind, what = order
         if kind == _CERTIFIED:
@@ -242,9 +262,11 @@ def _serve(pipe: Connection, arguments: Arguments, deadline: float) -> None:
                 break
             pipe.send((_BEGUN, step))
             pipe.send((_DONE, steps[step]()))
-        pipe.send((_READY, None))
+        pipe.send((_IDLE, None))
 
 
-def _certified(kit: Kit, results: Iterable[Result], ended: Iterable[Result], why: str) -> Certificate:
-    kit.set_results([*results, *map(kit.apply_gaps, ended)])
-    return kit.finish(why)
+def _certified(
+    kit: Kit, results: Iterable[Result], ended: Iterable[Result], steps: list[Result], why: str
+) -> Certificate:
+    kit.set_results([*results, *map(kit.apply_gaps, ended)], steps)
+    return kit.finish(why, steps)

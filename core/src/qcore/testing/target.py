@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,7 @@ class Target:
     def __init__(self, name: str, device: str | torch.device | None = None) -> None:
         check_installed(name)
         self.name = name
+        self.baseline: Callable[[], list[str]] = list  # puts back what the current step has changed in the process
         if registry.entries()[name].status is None:
             # In a separate process first: if the probe kills the process, that is recorded, and it is not called here.
             _ = self.preflight

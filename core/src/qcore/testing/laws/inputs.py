@@ -148,16 +148,17 @@ def _modes(device: str) -> dict[str, contextlib.AbstractContextManager[Any]]:
     return found
 
 
-def state(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+def state(target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
     """Check that pack and a call change nothing of the process, from the second time on: the first ones import."""
     steps: dict[str, Callable[[], object]] = {
         "pack": lambda: kernel.pack(sample.here.weight),
         "a call": lambda: run_kernel("state", kernel.name, kernel, sample.here, packed),
     }
+    target.baseline()  # the kernel has run before, and what it set then may stand
     restore = snapshot()
     try:
-        torch.set_default_dtype(torch.float32)  # the kernel has run before, and what it set then may stand
-        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(2)  # other than what the kit sets
+        torch.set_grad_enabled(True)
         for what, step in steps.items():
             changed = [_changed_by(step) for _ in range(2)][-1]
             if changed:
