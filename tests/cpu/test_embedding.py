@@ -42,7 +42,7 @@ def test_any_nan_among_scales_stays_nan(dtype):
         fmt = qcore.Format.parse(text)
         kernel = CpuEmbedding(qcore.EmbeddingRequest(torch.device("cpu"), dtype, 5, k, fmt))
         packed = kernel.pack(qcore.quantize(torch.randn(5, k), fmt, "absmax" if "fp8" in text else "minmax"))
-        packed["added" if "fzp" in text else "scale"].copy_(nans.view(torch.float32).unsqueeze(1))
+        packed["zero" if "fzp" in text else "scale"].copy_(nans.view(torch.float32).unsqueeze(1))
         assert kernel(torch.arange(5), packed).isnan().all(), text
 
 

@@ -1,7 +1,7 @@
 """The laws of the kit: named properties that must hold in addition to correct results.
 
 May import: nn, functional, resolving and the floors below, and the modules of `qcore.testing` that run a kernel.
-Imported by: runner, html_report.
+Imported by: kit, html_report.
 """
 
 from . import inputs, kernel, large, plugin
