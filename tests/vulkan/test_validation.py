@@ -24,7 +24,7 @@ if sys.argv[3] != "own":  # the kernels for GPUs run on lavapipe as well, but fo
 chosen = [word for name in schemes for word in ("--scheme", name)] + [word for c in cases for word in ("--select", c)]
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed):
-    code = main(["conformance", "vulkan", *chosen])
+    code = main(["conformance", "vulkan", "--jobs", "0", *chosen])
 print(printed.getvalue().splitlines()[-1], code)
 
 model = torch.nn.Sequential(

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from qcore.testing import case_selection, matrix, runner
+from qcore.testing import case_selection, kit, matrix
 
 
 @pytest.fixture
 def small(monkeypatch):
     """The matrix on one contract and scheme."""
     few = case_selection.cases(["w8a16"], ["embedding"])
-    for module in (matrix, runner):
+    for module in (matrix, kit):
         monkeypatch.setattr(module, "cases", lambda *_: few)
 
 
