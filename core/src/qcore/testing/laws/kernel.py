@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -163,6 +164,9 @@ def threads(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> 
     with contextlib.ExitStack() as unchanged:
         for here in inputs:
             unchanged.enter_context(inputs_unchanged(here, packed, f"{kernel.name} "))
+        # Threads take turns within calls, which are shorter than the usual interval.
+        unchanged.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_TURN)
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -183,6 +187,8 @@ def _rolled(here: Problem, turn: int) -> Problem:
     return replace(here, x=here.x.roll(turn, 0)) if here.x.dim() else here
 
 
+_TURN = 1e-5
+"""Seconds after which a thread that runs Python lets another one run."""
 _CALLS_KEPT = 4
 """Calls whose results are kept: enough to catch a kernel that alternates between two buffers."""
 
