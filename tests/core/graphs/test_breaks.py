@@ -117,7 +117,7 @@ def test_a_function_that_is_left_to_torch_sees_current_states(backend):
 
 
 @torch.no_grad()
-def test_a_model_that_was_compiled_alone_sees_current_states_in_another(backend):
+def test_a_model_compiled_alone_sees_current_states_in_another(backend):
     """Dynamo takes what it has compiled, and the backend is not asked again."""
     model, own = made(Whole)
     alone, around = backend.compiled(own), backend.compiled(Around(own))

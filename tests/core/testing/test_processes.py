@@ -71,7 +71,7 @@ def kit(tmp_path):
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_a_step_that_ends_its_process_fails_and_the_others_run(fate, kit):
+def test_a_step_that_ends_its_process_fails(fate, kit):
     code, words = FATES[fate]
     done, certificate = kit(f"if x.shape[1] == 5:\n            {code}", *FEW, "--step-seconds", "6")
     assert done.returncode == 1, done.stderr
@@ -101,7 +101,7 @@ FORKS = """if x.shape[1] == 5:
 """
 
 
-def test_a_child_of_the_kernel_does_not_keep_a_process_that_has_ended(kit):
+def test_a_child_of_the_kernel_does_not_keep_its_process(kit):
     """It has the pipe, too: the parent aborts, and the child sleeps on."""
     _, certificate = kit(FORKS, *FEW)
     (failed,) = [one for one in certificate["cases"] if one["outcome"] == "failed"]
@@ -109,7 +109,7 @@ def test_a_child_of_the_kernel_does_not_keep_a_process_that_has_ended(kit):
 
 
 @pytest.mark.grid  # ten processes one after the other
-def test_a_kernel_that_always_ends_its_process_ends_the_run(kit):
+def test_a_kernel_that_always_ends_its_process(kit):
     done, certificate = kit("os.abort()", *LINEAR, "--select", "float32", "--jobs", "2")
     assert done.returncode == 1
     found = [one["outcome"] for one in certificate["cases"]]
