@@ -14,7 +14,7 @@ import qcore
 from qcore import contracts, hookspecs
 from qcore.cli import app
 from qcore.discovery import kernels
-from qcore.testing.kit import LAWS
+from qcore.testing.laws import LAWS
 from qcore.testing.laws.base import EVERYWHERE
 from qcore.weights.quantizers import QUANTIZERS
 from qcore.weights.schemes import SCHEMES

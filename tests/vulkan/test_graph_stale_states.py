@@ -301,7 +301,7 @@ def test_buffers_that_share_the_memory_of_a_state(share):
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:qcore_vulkan. what models write")  # Dynamo breaks at an index of masks
+@pytest.mark.filterwarnings("ignore:qcore_vulkan. what models write")  # Dynamo breaks the graph at an index by a mask
 def test_parts_on_the_host_see_current_states():
     class Look(nn.Module):
         def __init__(self):

@@ -6,7 +6,8 @@ import torch
 
 import qcore
 from qcore import testing
-from qcore.testing.kit import LAWS, Kit
+from qcore.testing.kit import Kit
+from qcore.testing.laws import LAWS
 from qcore.testing.preflight import Preflight
 
 INAPPLICABLE = ("discovery", "devices", "indices")

@@ -42,12 +42,14 @@ _GONE = (EOFError, OSError)
 class _Worker:
     """A process that runs steps.
 
-    **Fields:** ``busy``: whether it loads the plugin, or has a batch, of which ``batch`` is left; ``step``: the current
-    one; ``since``: when that began, or loading; ``slow``: whether it took too long.
+    **Fields:** ``loaded``: whether it has loaded the plugin; ``busy``: whether it loads, runs a batch or makes the
+    certificate; ``batch``: the steps that are left of it; ``step``: the current one; ``since``: when that began, or
+    loading; ``slow``: whether it took too long.
     """
 
     process: Any
     pipe: Connection
+    loaded: bool = False
     busy: bool = True
     batch: list[str] = field(default_factory=list)
     step: str = ""
@@ -146,7 +148,7 @@ class Supervisor:
                     self._bury(worker)
                     continue
                 worker.busy, worker.batch = True, self._left.popleft()
-        loading = sum(worker.busy and not worker.batch for worker in self._workers)
+        loading = sum(not worker.loaded for worker in self._workers)
         self._start(min(self._jobs - len(self._workers), len(self._left) - loading))
 
     def _hear(self) -> None:
@@ -191,7 +193,7 @@ class Supervisor:
             raise error or RuntimeError(f"in a process of the kit:\n{text}")
 
     def _note_loaded(self, worker: _Worker, why_not: str, steps: list[Result]) -> None:
-        worker.busy, worker.since = False, math.inf
+        worker.loaded, worker.busy, worker.since = True, False, math.inf
         if self._steps and why_not:
             self._lost = f"not run, as the plugin is not available any more: {why_not}"
         elif not self._steps and not why_not:
@@ -203,11 +205,10 @@ class Supervisor:
         self._workers.remove(worker)
         how, step = worker.ending(), worker.step
         worker.pipe.close()
-        if worker.batch:
-            self._left.appendleft([one for one in worker.batch if one != step])
-        if self._left and not self._left[0]:
-            self._left.popleft()
-        if worker.busy and not worker.batch and not step:
+        rest = [one for one in worker.batch if one != step]
+        if rest:
+            self._left.appendleft(rest)
+        if not worker.loaded:
             raise ConformanceError(
                 f"a process of the kit ended while it loaded the plugin: {how}.\n"
                 f"'qcore doctor' tests the plugin's parts apart; --jobs 0 runs the kit without processes."
@@ -230,7 +231,7 @@ class Supervisor:
                 worker = self._workers[0]
                 with contextlib.suppress(OSError):
                     worker.pipe.send((_CERTIFIED, what))
-                worker.busy, worker.batch = True, [""]
+                worker.busy = True
             self._hear()
         return self._certificate
 
@@ -255,7 +256,7 @@ def _serve(pipe: Connection, arguments: Arguments, deadline: float) -> None:
     while (order := pipe.recv()) is not None:
         kind, what = order
         if kind == _CERTIFIED:
-            pipe.send((_CERTIFIED, _certified(kit, *what)))
+            pipe.send((_CERTIFIED, _certificate_of(kit, *what)))
             continue
         for step in what:
             if time.time() > deadline:
@@ -265,7 +266,7 @@ def _serve(pipe: Connection, arguments: Arguments, deadline: float) -> None:
         pipe.send((_IDLE, None))
 
 
-def _certified(
+def _certificate_of(
     kit: Kit, results: Iterable[Result], ended: Iterable[Result], steps: list[Result], why: str
 ) -> Certificate:
     kit.set_results([*results, *map(kit.apply_gaps, ended)], steps)
