@@ -65,6 +65,8 @@ int main(int, char** argv) {
     image.height = in.rows;
     image.channels = number();
     image.width = number();
+    const int64_t groups = number();  // of planes (channels, lines, width); 0: x is (lines, width, channels)
+    if (groups) image.groups = groups;
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;
     out.stride = w.n;
@@ -83,7 +85,8 @@ int main(int, char** argv) {
     std::vector<char> y(static_cast<size_t>(results * w.n * type_size(out.type)));
     out.y = y.data();
     const Pool pool{1, serial};
-    if (!(image.channels ? convolve(*kernels, pool, w, image, in, out) : linear(*kernels, pool, w, in, out))) return 5;
+    const auto image_of = groups ? convolve_planes : convolve;
+    if (!(image.channels ? image_of(*kernels, pool, w, image, in, out) : linear(*kernels, pool, w, in, out))) return 5;
     std::fwrite(y.data(), y.size(), 1, out_file);
   }
   std::fclose(out_file);

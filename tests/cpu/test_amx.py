@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_tiles_give_the_same_bits(tmp_path):
     # The others are there for the linker alone: quickly compiled.
     files = {"isa_generic": ("-O0",), "isa_amxint8": (*AVX512, *BF16)}
-    files |= dict.fromkeys(("core", "conv", "panels", "transpose", "dispatch"), ())
+    files |= dict.fromkeys(("core", "conv", "fp8", "panels", "planes", "transpose", "dispatch"), ())
     avx2 = ("-O0", "-mavx2", "-mfma", "-mf16c")
     files |= {"isa_avx2": avx2, "isa_avxvnni": (*avx2, "-mavxvnni"), "isa_avx512vnni": ("-O0", *AVX512)}
     files |= {"isa_avx512bf16": ("-O0", *AVX512, "-mavx512bf16")}

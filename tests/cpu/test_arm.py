@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    files = dict.fromkeys(("isa_generic", "isa_neon", "core", "conv", "panels", "transpose", "dispatch"), ())
+    files = dict.fromkeys(("isa_generic", "isa_neon", "core", "conv", "fp8", "panels", "planes", "transpose", "dispatch"), ())
     files["isa_neondot"] = ("-march=armv8.2-a+dotprod",)
     files["isa_neoni8mm"] = ("-march=armv8.2-a+dotprod+i8mm",)
     return cpu_driver.build(tmp_path_factory.mktemp("arm"), COMPILER, files)
@@ -46,7 +46,7 @@ def test_arm_gives_the_same_bits(driver, processor, isa, tmp_path):
 def test_arm_instruction_sets_give_each_other_s_bits(driver, tmp_path):
     # Every tile: 1 to 12 digit rows, of 1 to 3 digits; tails of columns and of pairs of rows; convolutions.
     shapes = (*((rows, 23 * rows + 9, 40) for rows in range(1, 14)), (25, 1040, 96), (133, 64, 32), (40, 72, 7))
-    made = [*cpu_driver.problems(shapes), *cpu_driver.convolutions()]
+    made = [*cpu_driver.problems(shapes), *cpu_driver.convolutions(), *cpu_driver.planes()]
     written = {}
     for isa in ("neoni8mm", "neondot", "neon", "generic"):
         cpu_driver.check([EMULATOR, "-cpu", "max", str(driver)], isa, tmp_path, made)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("ziglang", reason="pip install ziglang")
 
 # Every Arm processor of Apple's has dot products: one file needs flags. Zig takes the name of a processor.
-SHARED = ("core", "conv", "dispatch", "host", "ops", "pages", "panels", "program", "transpose")
+SHARED = ("core", "conv", "dispatch", "fp8", "host", "ops", "pages", "panels", "planes", "program", "transpose")
 FILES = dict.fromkeys((*SHARED, "isa_generic", "isa_neon", "isa_neondot"), ())
 FILES["isa_neoni8mm"] = ("-mcpu=apple_m2",)
 

@@ -44,19 +44,30 @@ def results() -> dict[str, torch.Tensor]:
                 layer = QuantizedLinear.from_qtensor(weight, scheme=text, dtype=dtype)
                 assert layer.decision.kernel.name == "cpu.linear"
                 made[f"{scheme} {m}x{k}x{n} {dtype}"] = layer(x.to(dtype))
-    for text in ("w8a8", "w8a8-static(0.05,3)", "w4a8", "w8a8-aasym"):
-        generator = torch.Generator().manual_seed(5)
-        conv = torch.nn.Conv2d(24, 40, 3, padding=1, stride=2)
-        with torch.no_grad():
-            conv.weight.copy_(torch.randn(conv.weight.shape, generator=generator) * 0.1)
-            assert conv.bias is not None
-            conv.bias.copy_(torch.randn(40, generator=generator))
-        quantized = QuantizedConv2d.from_float(conv, text)
-        made[f"conv2d {text}"] = quantized(torch.randn(2, 24, 15, 29, generator=generator))
-        made[f"conv2d {text} bfloat16"] = QuantizedConv2d.from_float(conv.bfloat16(), text)(
-            torch.randn(2, 24, 15, 29, generator=generator).bfloat16()
-        )
-    return {**made, **unusual(), **embeddings()}
+    return {**made, **convolutions(), **unusual(), **embeddings()}
+
+
+def convolutions() -> dict[str, torch.Tensor]:
+    """Results of convolutions of many channels, of groups of few, and of one in each group."""
+    import qcore
+    from qcore.nn import QuantizedConv2d
+
+    made = {}
+    for text in ("w8a8", "w8a8-static(0.05,3)", "w4a8", "w8a8-aasym", "w4a8-g16-asym"):
+        for groups, outputs in ((1, 40), (8, 40), (24, 24), (24, 48), (1, 3)):
+            generator = torch.Generator().manual_seed(5)
+            conv = torch.nn.Conv2d(24, outputs, 3, padding=1, stride=2, groups=groups)
+            with torch.no_grad():
+                conv.weight.copy_(torch.randn(conv.weight.shape, generator=generator) * 0.1)
+                assert conv.bias is not None
+                conv.bias.copy_(torch.randn(outputs, generator=generator))
+            quantized = QuantizedConv2d.from_float(conv, text)
+            assert quantized.decision.kernel.name == "cpu.conv2d"
+            x = torch.randn(2, 24, 15, 29, generator=generator)
+            made[f"conv2d {text} {groups} {outputs}"] = quantized(x)
+            quantized = QuantizedConv2d.from_float(conv.bfloat16(), text)
+            made[f"conv2d {text} {groups} {outputs} bfloat16"] = quantized(x.bfloat16())
+    return made
 
 
 def unusual() -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g
 
 
 CONVOLUTIONS = ("w8a8", "w4a8", "w8a8-g64-asym", "w8a8-static(0.05,3)")
+PLANES = ("w8a8", "w4a8-asym", "w8a8-aasym", "w4a8-g32-fzp-aasym", "w8a8-asym-static(0.05,3)")
 
 
 def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], *more: str) -> Path:
@@ -66,6 +67,18 @@ def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 
                 yield _input(layout, packed, mode, x), _expected_image(layout, packed, mode, x), mode != Mode.DIGITS
 
 
+def planes(shapes=((3, 13, 12, 33, 1), (9, 17, 40, 80, 40), (1, 40, 6, 12, 3), (26, 8, 3, 5, 1))):
+    """The same where channels lie in planes: lines, width and channels of an image, output channels, and groups."""
+    generator = torch.Generator().manual_seed(9)
+    for scheme in PLANES:
+        parsed = qcore.Scheme.parse(scheme)
+        for height, width, channels, n, groups in shapes:
+            layout, packed, mode = _weight(parsed, n, 9 * channels // groups, generator)
+            for dtype in DTYPES:
+                x = (torch.randn(channels, height, width, generator=generator) + 0.3).to(dtype)
+                yield _input(layout, packed, mode, x, groups), _expected_image(layout, packed, mode, x, groups), True
+
+
 def _weight(scheme, n, k, generator):
     from qcore_cpu.kinds import Mode, needs_sums
     from qcore_cpu.layout import WeightLayout
@@ -77,20 +90,22 @@ def _weight(scheme, n, k, generator):
     return layout, layout.pack(weight), Mode.of(scheme.activation)
 
 
-def _input(layout, packed, mode, x):
+def _input(layout, packed, mode, x, groups=0):
     from qcore_cpu import ops
     from qcore_cpu.kinds import Kind
 
     offset = 12 if layout.kind is Kind.HALVES4 else layout.kind.offset
     scale_type = 4 if packed["scale"].dtype == torch.uint8 else ops.TYPES[packed["scale"].dtype]
+    lines, width, channels = (x.shape[1], x.shape[2], x.shape[0]) if groups else (*x.shape, 0, 0)[:3]
+    image = (channels, width) if x.dim() == 3 else (0, 0)
     numbers = (
         layout.n, layout.k, layout.at.group, int(layout.kind), int(mode), offset, scale_type, ops.TYPES[x.dtype],
-        x.shape[0], 3, *((x.shape[2], x.shape[1]) if x.dim() == 3 else (0, 0)),
+        lines, 3, *image, groups,
     )  # fmt: skip
     _, scale, zero, added, sums, table, _ = layout.arguments(packed)
     parts = (x, packed["data"], scale, zero, added, sums, table)
     blobs = [b"" if t is None else bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in parts]
-    return struct.pack("12q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
+    return struct.pack("13q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
 
 
 def _expected(layout, packed, mode, x):
@@ -100,12 +115,13 @@ def _expected(layout, packed, mode, x):
     return ops.linear(x, *layout.arguments(packed), None, None, None, None, None, *arguments)
 
 
-def _expected_image(layout, packed, mode, x):
+def _expected_image(layout, packed, mode, x, groups=0):
     from qcore_cpu import ops
 
     constants = (*layout.numbers[2:], int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
     sides = (3, 3, 1, 1, 1, 1, 1, 1)
-    return ops.conv2d(x[None], *layout.arguments(packed), None, x.shape[2], layout.n, 1, *constants, *sides)
+    op, channels = (ops.conv2d_planes, x.shape[0]) if groups else (ops.conv2d, x.shape[2])
+    return op(x[None], *layout.arguments(packed), None, channels, layout.n, max(1, groups), *constants, *sides)
 
 
 def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor, bool]]) -> None:

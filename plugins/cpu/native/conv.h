@@ -17,4 +17,9 @@ struct Image {
 bool convolve(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
               const Output& out);
 
+// The same of int8 activations for few channels in a group: x is (batch, channels, height, width), as is the result; `w` is
+// the whole weight (n, kh * kw * channels / groups).
+bool convolve_planes(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
+                     const Output& out);
+
 }  // namespace qcore_cpu

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "fp8.h"
 #include "panels.h"
 
 namespace qcore_cpu {
@@ -320,7 +321,7 @@ void set_table(Weight& w, const float* table) {
 }
 
 int64_t fold_of(const Geometry& at, Mode mode) {
-  if (mode == DIGITS) return at.block;
+  if (mode == DIGITS || mode == FP8) return at.block;
   // All blocks of a group, or the most that int32 holds and that divide it.
   int64_t blocks = std::min(at.blocks, LARGEST_FOLD / at.block);
   while (at.blocks % blocks) blocks--;
@@ -363,6 +364,7 @@ Way way_of(const Kernels& kernels, const Weight& w, const Input& in) {
 
 bool linear(const Kernels& kernels, const Pool& pool, const Layer* layers, int count, const Input& in) {
   if (!in.rows) return true;
+  if (in.mode == FP8) return by_fp8(kernels, pool, layers, count, in);
   const Way way = way_of(kernels, layers->w, in);
   if (way == Way::DIGITS) return by_digits(kernels, pool, layers, count, in, 0, in.rows);
   for (int i = 0; i < count; i++) {

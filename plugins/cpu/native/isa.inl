@@ -27,6 +27,8 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "floats.inl"
 #include "windows.inl"
 #include "panel.inl"
+#include "planes.inl"
+#include "fp8.inl"
 #include "elements.inl"
 #ifdef QCORE_PAIRS
 #include "pairs.inl"
@@ -80,7 +82,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       nullptr, float_windows<false>,
 #endif
-      widen, lookup, &ELEMENTS,
+      plane_product, fp8_row, take_every, widen, lookup, &ELEMENTS,
   };
   return &kernels;
 }

@@ -166,8 +166,10 @@ Tensor grouped_linear_op(Arguments& a) {
   return y;
 }
 
+// A convolution's arguments. x is (batch, height, width, channels), or (batch, channels, height, width) if PLANES.
+template <bool PLANES>
 Tensor conv2d_op(Arguments& a) {
-  const Tensor x = a.tensor();  // (batch, height, width, channels)
+  const Tensor x = a.tensor();
   const Parts parts(a);
   const Tensor bias = a.maybe_tensor();
   const int64_t channels = a.integer(), n = a.integer(), groups = a.integer(), group = a.integer();
@@ -177,19 +179,22 @@ Tensor conv2d_op(Arguments& a) {
   const int64_t given_zero = a.integer();
   const double result_scale = a.number();
   const int64_t result_zero = a.integer(), result = a.integer();
+  constexpr int SIDE = PLANES ? 2 : 1;  // the dimension of the height
   Image image{};
-  image.batch = x.size(0), image.height = x.size(1), image.width = x.size(2), image.channels = channels;
+  image.batch = x.size(0), image.height = x.size(SIDE), image.width = x.size(SIDE + 1), image.channels = channels;
   image.groups = groups;
   for (int64_t* side : {&image.kh, &image.kw, &image.sh, &image.sw, &image.ph, &image.pw, &image.dh, &image.dw})
     *side = a.integer();
-  check(x.size(3) == channels, "x has another number of channels");
-  check(image.out_height() > 0 && image.out_width() > 0, "the image is smaller than the kernel");
-  Tensor y = empty({image.batch, image.out_height(), image.out_width(), n}, dtype_of(result));
+  const int64_t oh = image.out_height(), ow = image.out_width();
+  check(x.size(PLANES ? 1 : 3) == channels, "x has another number of channels");
+  check(oh > 0 && ow > 0, "the image is smaller than the kernel");
+  const std::vector<int64_t> sizes = PLANES ? std::vector<int64_t>{image.batch, n, oh, ow} : std::vector<int64_t>{image.batch, oh, ow, n};
+  Tensor y = empty(sizes, dtype_of(result));
   const int64_t k = image.kh * image.kw * (channels / groups);
-  const Weight w = parts.weight(n / groups, k, group, element, mode, divides);
+  const Weight w = parts.weight(PLANES ? n : n / groups, k, group, element, mode, divides);
   const Input in = input_of(x, 0, channels, mode, given_scale, given_zero);
   const Output out = output_of(y, n, bias, result_scale, result_zero);
-  check(convolve(kernels(), pool(), w, image, in, out), "out of memory");
+  check((PLANES ? convolve_planes : convolve)(kernels(), pool(), w, image, in, out), "out of memory");
   return y;
 }
 
@@ -260,6 +265,10 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
 #define QCORE_WEIGHT \
   "Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? added, Tensor? sums, Tensor? table, Tensor? factor, "
 #define QCORE_FORM "int n, int k, int group, int element, int mode, bool divides, float given_scale, int given_zero, "
+#define QCORE_CONV \
+  "Tensor? bias, int channels, int n, int groups, int group, int element, int mode, bool divides, float given_scale, " \
+  "int given_zero, float result_scale, int result_zero, int result, int kh, int kw, int sh, int sw, int ph, int pw, " \
+  "int dh, int dw) -> Tensor"
 
 struct Op {
   const char* name;
@@ -275,12 +284,8 @@ constexpr Op OPS[] = {
     {"grouped_linear",
      "grouped_linear(" QCORE_WEIGHT "Tensor? bias, Tensor offsets, " QCORE_FORM "int result) -> Tensor",
      boxed<grouped_linear_op>},
-    {"conv2d",
-     "conv2d(" QCORE_WEIGHT
-     "Tensor? bias, int channels, int n, int groups, int group, int element, int mode, bool divides, float given_scale, "
-     "int given_zero, float result_scale, int result_zero, int result, int kh, int kw, int sh, int sw, int ph, int pw, "
-     "int dh, int dw) -> Tensor",
-     boxed<conv2d_op>},
+    {"conv2d", "conv2d(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<false>>},
+    {"conv2d_planes", "conv2d_planes(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<true>>},
     {"embedding",
      "embedding(Tensor indices, Tensor codes, Tensor scale, Tensor? zero, Tensor? added, Tensor? values, "
      "Tensor? factor, int v, int k, int group, int element, bool divides, int result) -> Tensor",

@@ -29,9 +29,8 @@ static inline I bf16_pair(F first, F second, [[maybe_unused]] bool converted) {
 }
 
 // Whether the numbers of a panel are codes less their zero points, or fp8, which bfloat16 holds exactly, and sums are scaled.
-static inline bool has_whole_numbers(const Weight& w) {
-  const bool whole = w.element == INT4 || w.element == INT8 || w.element == HALVES4;
-  return w.at.groups == 1 && !w.added && (whole || (w.element == FLOAT8 && w.formula != TABLE));
+static inline bool has_whole_numbers(const Weight& w, const Output& out) {
+  return (w.at.groups == 1 || out.factors) && has_exact_codes(w);
 }
 
 // Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns]. IN_ORDER: column by
@@ -119,8 +118,7 @@ static void panel_words(const Weight& w, int64_t nb, int64_t from, int64_t count
 }
 
 template <bool PAIRS, bool IN_ORDER = false>
-static void panel_numbers(const Weight& w, int64_t nb, int64_t from, int64_t count, char* to) {
-  const bool whole = has_whole_numbers(w);
+static void panel_numbers(const Weight& w, bool whole, int64_t nb, int64_t from, int64_t count, char* to) {
   auto words = whole ? panel_words<PAIRS, IN_ORDER, true, false> : panel_words<PAIRS, IN_ORDER, false, false>;
   if (w.zero) words = whole ? panel_words<PAIRS, IN_ORDER, true, true> : panel_words<PAIRS, IN_ORDER, false, true>;
   words(w, nb, from, count, to);
@@ -160,10 +158,33 @@ static void panel_row(const Weight& w, const void* x, Type type, void* to) {
   }
 }
 
-// R rows times the columns from vector `first` on: `words` products are added to sums [rows][32].
+// Whether sums over parts of K have scales of their own, of x or of the weight, beside exact numbers.
+static inline bool has_scaled_parts(const Weight& w, const Output& out) {
+  return out.factors && (w.at.groups > 1 || out.factor_groups > 1);
+}
+
+// The part of K from packed column `from` on that has one scale of x, and one of the weight for each column.
+struct ScaledPart {
+  int64_t end;
+  const float* factors;  // of rows, `step` apart
+  int64_t step;
+  alignas(64) float scale[COLUMNS];
+  ScaledPart(const Weight& w, const Output& out, int64_t nb, int64_t row0, int64_t from) : step(out.factor_groups) {
+    const int64_t wide = w.at.block * w.at.blocks, group = from / wide;
+    const int64_t k = group * w.at.group + from % wide, factor = k / out.factor_group;
+    const int64_t left = out.factor_group - k % out.factor_group;  // of the columns of x with this scale
+    end = (group + 1) * wide < from + left ? (group + 1) * wide : from + left;
+    factors = out.factors + row0 * step + (factor < step ? factor : step - 1);  // padding has any
+    for (int c = 0; c < COLUMNS; c += LANES) store_f(scale + c, scales_f(w, (nb * w.at.groups + group) * COLUMNS + c));
+  }
+};
+
+// R rows times the columns from vector `first` on: `words` products are added to sums [rows][32], times the scales of a part,
+// if that has some, for rows from `row` on.
 template <bool PAIRS, int R>
 static void __attribute__((noinline))
-panel_tile(const char* numbers, int64_t words, const char* x, int64_t row_step, int first, float* sums) {
+panel_tile(const char* numbers, int64_t words, const char* x, int64_t row_step, int first, float* sums, const ScaledPart* part,
+           int64_t row) {
   constexpr int H = TILE_COLUMNS / LANES;
   F acc[R][H];
 #pragma GCC unroll 12
@@ -180,14 +201,17 @@ panel_tile(const char* numbers, int64_t words, const char* x, int64_t row_step, 
     }
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < R; r++)
+  for (int r = 0; r < R; r++) {
+    const F factor = set_f(part ? part->factors[(row + r) * part->step] : 1.0f);
     for (int h = 0; h < H; h++) {
       float* here = sums + r * COLUMNS + (first + h) * LANES;
-      store_f(here, add_f(load_f(here), acc[r][h]));
+      if (part) store_f(here, fma_f(acc[r][h], mul_f(load_f(part->scale + (first + h) * LANES), factor), load_f(here)));
+      else store_f(here, add_f(load_f(here), acc[r][h]));
     }
+  }
 }
 
-using PanelTile = void (*)(const char*, int64_t, const char*, int64_t, int, float*);
+using PanelTile = void (*)(const char*, int64_t, const char*, int64_t, int, float*, const ScaledPart*, int64_t);
 
 template <bool PAIRS, int R>
 static PanelTile choose_panel(int count) {
@@ -199,11 +223,13 @@ static PanelTile choose_panel(int count) {
 static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t rows, int64_t row0, float* sums) {
   alignas(64) float bias[COLUMNS], scale[COLUMNS];
   read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
-  const bool scaled = has_whole_numbers(w);
+  const bool scaled = has_whole_numbers(w, out) && !has_scaled_parts(w, out);
   for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(scale + c, scales_f(w, nb * COLUMNS + c));
   for (int64_t r = 0; r < rows; r++) {
     float* values = sums + r * COLUMNS;
-    for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(values + c, mul_f(load_f(values + c), load_f(scale + c)));
+    const F factor = set_f(out.factors && scaled ? out.factors[row0 + r] : 1.0f);
+    for (int c = 0; scaled && c < COLUMNS; c += LANES)
+      store_f(values + c, mul_f(mul_f(load_f(values + c), load_f(scale + c)), factor));
     finish_row(out, row0 + r, nb * COLUMNS, w.n, bias, values);
   }
 }
@@ -211,18 +237,28 @@ static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t
 // All `rows` rows of x (row_step bytes apart) times `blocks` blocks from nb on, finished and stored from row0 on. `scratch`:
 // PANEL_PART * 128 bytes for numbers, then rows * 128 bytes for the sums of each block. A part of K of all blocks comes
 // before the next: that part of x stays in L2 meanwhile.
-// `part(from, count, sums)` adds the products of one part with the numbers in scratch to the sums of their block.
+// `part(numbers, from, count, sums, scaled)` adds the products of one part with its numbers, times its scales if it has some, to
+// the sums of their block.
 template <bool PAIRS, class Part>
 static inline void panel_parts(const Weight& w, const Output& out, int64_t nb, int64_t blocks, int64_t rows, int64_t row0,
                                char* scratch, const Part& part) {
   float* sums = (float*)(scratch + PANEL_PART * 128);
   const int64_t packed = w.at.packed(), size = rows * COLUMNS;
+  const bool whole = has_whole_numbers(w, out), apart = has_scaled_parts(w, out);
   __builtin_memset(sums, 0, (size_t)(blocks * size) * 4);
   for (int64_t from = 0; from < packed; from += PANEL_PART) {
     const int64_t count = packed - from < PANEL_PART ? packed - from : PANEL_PART;
     for (int64_t b = 0; b < blocks; b++) {
-      panel_numbers<PAIRS>(w, nb + b, from, count, scratch);  // in the cache
-      part(from, count, sums + b * size);
+      panel_numbers<PAIRS>(w, whole, nb + b, from, count, scratch);  // in the cache
+      if (!apart) {
+        part(scratch, from, count, sums + b * size, nullptr);
+        continue;
+      }
+      for (int64_t k = from, end; k < from + count; k = end) {
+        const ScaledPart scaled(w, out, nb + b, row0, k);
+        end = scaled.end < from + count ? scaled.end : from + count;
+        part(scratch + (k - from) * COLUMNS * (PAIRS ? 2 : 4), k, end - k, sums + b * size, &scaled);
+      }
     }
   }
   for (int64_t b = 0; b < blocks; b++) finish_panel(w, out, nb + b, rows, row0, sums + b * size);
@@ -232,12 +268,13 @@ template <bool PAIRS>
 static void panel_product(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t blocks,
                           int64_t rows, int64_t row0, char* scratch) {
   const int most = even_rows(rows, PANEL_ROWS);
-  panel_parts<PAIRS>(w, out, nb, blocks, rows, row0, scratch, [&](int64_t from, int64_t count, float* sums) {
+  panel_parts<PAIRS>(w, out, nb, blocks, rows, row0, scratch, [&](const char* numbers, int64_t from, int64_t count, float* sums,
+                                                                           const ScaledPart* part) {
     for (int64_t r = 0; r < rows; r += most) {  // every row meets the numbers; a sum of a part stays in registers
       const PanelTile run = choose_panel<PAIRS, 1>((int)(rows - r < most ? rows - r : most));
       const char* here = (const char*)x + r * row_step + from * (PAIRS ? 2 : 4);
       for (int first = 0; first < PANEL_VECTORS; first += TILE_COLUMNS / LANES)
-        run(scratch, PAIRS ? count / 2 : count, here, row_step, first, sums + r * COLUMNS);
+        run(numbers, PAIRS ? count / 2 : count, here, row_step, first, sums + r * COLUMNS, part, r);
     }
   });
 }
@@ -297,7 +334,7 @@ static void float_windows(const Weight& w, const Output& out, const FloatWindows
     const int64_t taps = x.count - tap < together ? x.count - tap : together;
     for (int64_t from = 0; from < words; from += piece) {
       const int64_t here = words - from < piece ? words - from : piece;
-      panel_numbers<PAIRS, true>(w, nb, tap * x.run + from * 4 / SIZE, taps * here * 4 / SIZE, scratch);
+      panel_numbers<PAIRS, true>(w, has_whole_numbers(w, out), nb, tap * x.run + from * 4 / SIZE, taps * here * 4 / SIZE, scratch);
       // 2. Every window meets them.
       for (int64_t line = 0; line < x.lines; line++)
         for (int64_t v = 0; v < x.width; v += most) {

@@ -44,7 +44,7 @@ bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input
       const int64_t nb = unit / panels * beside, first = unit % panels * size;
       const int64_t blocks = std::min(beside, columns - nb), here = std::min(size, rows - first);
       if (here <= 0) return;
-      const Scratch own(panel.scratch + blocks * bytes_of_sums(here));
+      const Scratch own(panel.scratch + (blocks + (out.factors ? 1 : 0)) * bytes_of_sums(here));
       if (!own.data) failed[static_cast<size_t>(unit)] = 1;
       else panel.run(w, out, scratch.data + first * step, step, nb, blocks, here, row0 + first, own.data);
     });

@@ -58,6 +58,12 @@ struct Weight {
   int64_t folds() const { return at.packed() / fold; }
 };
 
+// Whether bfloat16 holds codes less their zero points.
+static inline bool has_exact_codes(const Weight& w) {
+  const bool whole = w.element == INT4 || w.element == INT8 || w.element == HALVES4;
+  return !w.added && (whole || (w.element == FLOAT8 && w.formula != TABLE));
+}
+
 // How x becomes rows of int8 digits.
 enum Mode : int {
   DIGITS = 0,   // float activations: 2 digits (bf16, fp16) or 3 (fp32) per block
@@ -65,6 +71,7 @@ enum Mode : int {
   AFFINE = 2,   // int8 per token with zero point
   STATIC = 3,   // int8 with one given scale and zero point
   TOKEN = 4,    // int8 with given scale and zero point per token
+  FP8 = 5,      // e4m3, one scale per token or `zero` columns of it (0: all of them), or a given one (`scale` not 0)
 };
 
 struct Input {
@@ -106,6 +113,9 @@ struct Output {
   int32_t zero;
   const float* scales;       // I8 per token, or null
   const int32_t* zeros;
+  // Panels of codes of x: what sums of a row over `factor_group` columns of x are multiplied by, [rows][factor_groups]. Or null.
+  const float* factors;
+  int64_t factor_groups, factor_group;
 };
 
 // An element of x that is far above its block: multiplied in float, so that it takes no digits from the others.
@@ -191,6 +201,13 @@ struct Kernels {
   // The same for float x: windows of bfloat16 where `bf16_panel` serves, of float32. Null: rows are gathered for the panels.
   void (*bf16_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
   void (*float_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
+  // Lines of results of a channel group, int8 x: see Planes.
+  void (*plane_product)(const Weight&, const Input&, const Output&, const struct Planes&, const struct PlaneCodes&);
+  // A row of x as e4m3: codes as bfloat16, which holds them, and scales of `group` columns each; or, without `scales`, codes times
+  // scales as float32. `given`: the scale, or 0.
+  void (*fp8_row)(const void* x, Type type, int64_t k, int64_t group, float given, void* to, float* scales);
+  // Every `step`-th value, `count` of them.
+  void (*take_every)(const float* from, int64_t step, int64_t count, float* to);
   // Convert `count` values to float32.
   void (*widen)(const void* from, Type type, int64_t count, float* to);
   // One row of an embedding: codes of `k` columns with scales per group.
@@ -228,6 +245,30 @@ struct FloatWindows {
   int64_t lines, width, step, row0;
   const int64_t* taps;
   int64_t count, run;     // taps, elements of each: a multiple of 4, or of 8 for 4-bit weights
+};
+
+// Lines of results of one channel group, whose windows read planes of floats; see planes.inl. A line of results is `width` of
+// every `step` positions.
+constexpr int MOST_PLANE_ROWS = 4;     // rows of the weight whose results are made together
+constexpr int PLANE_POSITIONS = 64;    // positions that are computed together, at most; `positions` is a multiple of 16
+struct Planes {
+  const float* x;          // [channels][phases][plane]; values behind the last one are read, and ignored
+  int64_t channels, channel, plane, phases;  // their number, values of one, values of a phase, phases of one line
+  const int64_t *down, *across;  // where the values of a line, or a column, of the windows begin in a channel: both added
+  int64_t kh, kw;
+  const int64_t* columns;  // [packed]: the same for each packed column, in x; below 0 for none
+  int64_t positions, lines, width, step;
+  int64_t first;           // number of the first result in a row of results
+  int64_t row, rows;       // of the weight
+};
+
+// Memory for their codes: largest magnitudes [channel] and [phases][plane], of pixels and of those above each other; words
+// [packed / 4][positions], sums of codes [folds][positions], steps [positions], and results [MOST_PLANE_ROWS][positions].
+struct PlaneCodes {
+  int32_t *pixels, *stacks, *words, *sums;
+  float* scales;
+  int32_t* zeros;
+  float* results;
 };
 
 // A table (v, k) in the layout PLAIN: row by row, 4-bit codes in pairs, even column low; scale, zero: [v][groups].

@@ -32,6 +32,8 @@ static inline I low_nibbles(I a, I mask) { return _mm256_and_si256(a, mask); }
 static inline I nibble_mask() { return _mm256_set1_epi8(15); }
 static inline I lookup_bytes(I table, I index) { return _mm256_shuffle_epi8(table, index); }
 static inline I table_bytes(const uint8_t* t) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)t)); }
+// The products of low words, if the high ones of b are 0.
+static inline I dot_words(I acc, I a, I b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
 #ifdef QCORE_VNNI
 static inline I dot(I acc, I codes, I x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
 #else
@@ -48,6 +50,11 @@ static inline I even_bytes(I v) { return and_i(v, _mm256_set1_epi16(255)); }
 static inline I odd_bytes(I v) { return _mm256_srli_epi16(v, 8); }
 static inline I even_signed_bytes(I v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
 static inline I odd_signed_bytes(I v) { return _mm256_srai_epi16(v, 8); }
+// The same as above of 4 products each, exactly.
+static inline I dot(I acc, I codes, I x) {
+  const I even = products_of(even_bytes(codes), even_signed_bytes(x));
+  return add_i(acc, add_i(even, products_of(odd_bytes(codes), odd_signed_bytes(x))));
+}
 #endif
 static inline I bytes_i(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 static inline I signed_bytes_i(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }

@@ -28,6 +28,7 @@ static inline I nibble_mask() { return _mm512_set1_epi8(15); }
 static inline I lookup_bytes(I table, I index) { return _mm512_shuffle_epi8(table, index); }
 static inline I table_bytes(const uint8_t* t) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)t)); }
 static inline I dot(I acc, I codes, I x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+static inline I dot_words(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }  // of low words, if the high ones of b are 0
 static inline I bytes_i(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline I signed_bytes_i(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline void narrow_i(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }

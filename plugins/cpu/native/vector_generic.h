@@ -44,6 +44,7 @@ static inline I dot(I acc, I codes, I x) {
   return acc;
 }
 static inline I bytes_i(const uint8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+static inline I dot_words(I acc, I a, I b) { QCORE_EACH acc.v[i] += (int16_t)a.v[i] * (int16_t)b.v[i]; return acc; }
 static inline I signed_bytes_i(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
 static inline void narrow_i(int8_t* p, I v) {
   QCORE_EACH p[i] = (int8_t)(v.v[i] < -128 ? -128 : v.v[i] > 127 ? 127 : v.v[i]);

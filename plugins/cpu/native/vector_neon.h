@@ -23,6 +23,7 @@ static inline I load_i(const void* p) { return vreinterpretq_s32_u8(vld1q_u8((co
 static inline I or_i(I a, I b) { return vorrq_s32(a, b); }
 static inline I and_i(I a, I b) { return vandq_s32(a, b); }
 static inline I add_i(I a, I b) { return vaddq_s32(a, b); }
+static inline I dot_words(I acc, I a, I b) { return vmlal_s16(acc, vmovn_s32(a), vmovn_s32(b)); }  // of the low words
 static inline I sub_i(I a, I b) { return vsubq_s32(a, b); }
 static inline I mul_i(I a, I b) { return vmulq_s32(a, b); }
 static inline I max_i(I a, I b) { return vmaxq_s32(a, b); }

@@ -33,26 +33,32 @@ class CpuConv2d(Kernel):
     def __init__(self, request: Conv2dRequest) -> None:
         self.request, self.format, self.n, self.k = request, request.weight, request.n, request.k
         self.out_dtype = request.out_dtype
-        self.groups, self.rows = request.groups, request.n // request.groups
+        self.parts = self.parts_of(request)
+        self.rows = self.n // self.parts
         self.layout = WeightLayout(self.format, self.rows, self.k, sums=needs_sums(request.activation))
         scale, zero = given_numbers(request.activation)
         out_scale, out_zero = given_numbers(request.output)
         sides = (request.kernel_size, request.stride, request.padding, request.dilation)
         self._constants = (
-            request.in_channels, self.n, self.groups, *self.layout.numbers[2:], int(Mode.of(request.activation)),
+            request.in_channels, self.n, request.groups, *self.layout.numbers[2:], int(Mode.of(request.activation)),
             self.layout.divides, scale or 1.0, zero, out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
             *(size for side in sides for size in side),
         )  # fmt: skip
 
+    @staticmethod
+    def parts_of(request: Conv2dRequest) -> int:
+        """How many parts of the weight are packed one after the other."""
+        return request.groups
+
     @property
     def packing(self) -> str:
-        """Two layouts for each number of groups: with and without the sums that zero points of x need."""
-        return f"{self.name}.{self.groups}{'.sums' if self.layout.sums else ''}"
+        """Two layouts for each number of parts: with and without the sums that zero points of x need."""
+        return f"{self.name}.{self.parts}{'.sums' if self.layout.sums else ''}"
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
-        parts = [self.layout.pack(weight.narrow(0, g * self.rows, self.rows)) for g in range(self.groups)]
+        parts = [self.layout.pack(weight.narrow(0, g * self.rows, self.rows)) for g in range(self.parts)]
         shared = ("table", "global_scale")
         return native.settled(
             {name: parts[0][name] if name in shared else torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -60,9 +66,9 @@ class CpuConv2d(Kernel):
 
     def unpack(self, packed: Packed) -> QTensor:
         shared = {name: t for name, t in packed.items() if name in ("table", "global_scale")}
-        cut = {name: t.chunk(self.groups) for name, t in packed.items() if name not in shared}
-        parts = [self.layout.unpack({**{name: t[g] for name, t in cut.items()}, **shared}) for g in range(self.groups)]
-        return parts[0] if self.groups == 1 else QTensor.cat(parts)
+        cut = {name: t.chunk(self.parts) for name, t in packed.items() if name not in shared}
+        parts = [self.layout.unpack({**{name: t[g] for name, t in cut.items()}, **shared}) for g in range(self.parts)]
+        return parts[0] if self.parts == 1 else QTensor.cat(parts)
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         """Images x ``(B, IC, H, W)`` to ``(B, OC, OH, OW)`` in the memory format of x; raises `FormatError`."""
@@ -71,12 +77,31 @@ class CpuConv2d(Kernel):
         if not torch.compiler.is_compiling() and not x.numel():
             size = (x.shape[0], self.n, *output_size(self.request, *x.shape[2:]))
             return x.new_zeros(size, dtype=self.out_dtype)
-        weight = self.layout.arguments(packed)
-        y = ops.conv2d(_channels_last(x), *weight, readable_bias(bias), *self._constants)
-        if _is_quick(x) and y.dtype in _QUICK:
-            planes: Tensor = ops.transposed(y.flatten(1, 2))
-            return planes.view(y.shape[0], self.n, *y.shape[1:3])
-        return laid_out_like(y.permute(0, 3, 1, 2), x)
+        return self.convolved(x, self.layout.arguments(packed), readable_bias(bias))
+
+    def convolved(self, x: Tensor, weight: tuple[Tensor | None, ...], bias: Tensor | None) -> Tensor:
+        """The result for images of the right shape that are not empty."""
+        y = ops.conv2d(_channels_last(x), *weight, bias, *self._constants)
+        return _channels_first(y) if _is_quick(x) and y.dtype in _QUICK else laid_out_like(y.permute(0, 3, 1, 2), x)
+
+
+class CpuPlaneConv2d(CpuConv2d):
+    """The same for few channels in a group: images are read as planes, in torch's default format.
+
+    Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
+    """
+
+    @staticmethod
+    def parts_of(request: Conv2dRequest) -> int:
+        """One: rows of all groups are packed side by side."""
+        del request
+        return 1
+
+    def convolved(self, x: Tensor, weight: tuple[Tensor | None, ...], bias: Tensor | None) -> Tensor:
+        quick = _is_quick(x, last=True)
+        planes = _channels_first(x.permute(0, 2, 3, 1)) if quick else x.contiguous()
+        y = ops.conv2d_planes(planes, *weight, bias, *self._constants)
+        return _channels_last(y).permute(0, 3, 1, 2) if quick and y.dtype in _QUICK else laid_out_like(y, x)
 
 
 _QUICK = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,11 +116,18 @@ def _channels_last(x: Tensor) -> Tensor:
     return pixels.view(batch, *size, channels)
 
 
-def _is_quick(x: Tensor) -> bool:
-    """Whether images have their channels first, and `ops.transposed` may copy them: torch takes 2 to 12 times as long.
+def _channels_first(x: Tensor) -> Tensor:
+    """Images ``(B, H, W, C)``, contiguous, as ``(B, C, H, W)``, contiguous."""
+    planes: Tensor = ops.transposed(x.flatten(1, 2))
+    return planes.view(x.shape[0], x.shape[3], *x.shape[1:3])
+
+
+def _is_quick(x: Tensor, *, last: bool = False) -> bool:
+    """Whether images have their channels first (or ``last``), and `ops.transposed` may copy them: torch takes 2 to 12 times
+    as long.
 
     Not in a graph, whose compiler fuses copies.
     """
-    last = torch.channels_last
-    quick = x.dtype in _QUICK and x.is_contiguous() and not x.is_contiguous(memory_format=last)
-    return quick and not torch.compiler.is_compiling() and not x.is_neg()
+    formats = (torch.contiguous_format, torch.channels_last)
+    own, other = (x.is_contiguous(memory_format=form) for form in (formats[::-1] if last else formats))
+    return x.dtype in _QUICK and own and not other and not torch.compiler.is_compiling() and not x.is_neg()

@@ -16,7 +16,7 @@ from qcore import LinearRequest, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, given_numbers, runs_now
 
 from . import native, ops
-from .kinds import Kind, Mode, kind_of, needs_sums
+from .kinds import Kind, Mode, kind_of, needs_sums, numbers_of
 
 # torch has no public query for a profiler, in which the op shall appear.
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # noqa: SLF001
@@ -27,12 +27,12 @@ def form_of(request: LinearRequest, group: int) -> bytes | None:
     if not request.k or any(getattr(part, "per_token", False) for part in (request.activation, request.output)):
         return None
     _, make, size = native.direct()
-    scale, zero = given_numbers(request.activation)
+    scale, zero = numbers_of(request.activation)
     out_scale, out_zero = given_numbers(request.output)
     form, weight, x_type = ctypes.create_string_buffer(size), request.weight, ops.TYPES[request.x_dtype]
     make(
         form, request.n, request.k, group, kind_of(weight.element), Mode.of(request.activation), x_type,
-        ops.TYPES[request.out_dtype], weight.zero is ZeroPoint.FLOAT, weight.scale is ScaleType.E4M3D, scale or 1.0,
+        ops.TYPES[request.out_dtype], weight.zero is ZeroPoint.FLOAT, weight.scale is ScaleType.E4M3D, scale,
         zero, out_scale or 1.0, out_zero,
     )  # fmt: skip
     return form.raw

@@ -5,12 +5,13 @@ from __future__ import annotations
 from qcore import Conv2dRequest, DynamicInt8, StaticInt8
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
-from .kinds import Kind, kind_of
+from .kinds import Kind, Mode, kind_of
 
-_FEWEST_CHANNELS = 8
-"""Output channels of a group: fewer would leave most of 32 columns empty."""
+_FEWEST_OUTPUTS = 8
+"""Output channels of a group, for float x: fewer would leave most of 32 columns empty."""
 _FEWEST_INPUTS = 4
-"""Input channels of a group: gathering fewer took two to four times as long as torch ops (benchmarks/cpu_rank.py)."""
+"""Input channels of a group, for float x: gathering fewer took two to four times as long as torch ops
+(benchmarks/cpu_rank.py)."""
 _LARGEST_K = 1 << 30
 """The library indexes packed columns with 32-bit integers."""
 
@@ -27,7 +28,8 @@ def _why_not_activation(request: AnyRequest) -> str:
     if activation is None:
         return ""
     if not isinstance(activation, (DynamicInt8, StaticInt8)):
-        return "no CPU kernel supports fp8 activations; torch ops run this layer."
+        convolution = isinstance(request, Conv2dRequest)
+        return "convolutions with fp8 activations have no CPU kernel; torch ops run this layer." if convolution else ""
     if kind_of(request.weight.element) in (Kind.FLOAT4, Kind.FLOAT8):
         return f"{request.weight.dtype} weights with int8 activations have no CPU kernel; torch ops run this layer."
     return ""
@@ -38,13 +40,36 @@ def _why_not_size(request: AnyRequest) -> str:
         return f"K={request.k} is too large for this kernel's 32-bit column indices; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
-    inputs = request.in_channels // request.groups
-    if inputs < _FEWEST_INPUTS and not isinstance(request.activation, DynamicInt8):
-        return f"{inputs} input channels take longer to gather than to multiply; torch ops run this layer."
-    own = request.out_channels // request.groups
-    if request.groups > 1 and own < _FEWEST_CHANNELS:
-        return (
-            f"a convolution of {request.groups} groups with {own} output channels each leaves most of a block of 32 "
-            f"empty; torch ops run this layer."
-        )
+    if takes_planes(request):
+        return ""
+    if request.in_channels // request.groups < _FEWEST_INPUTS:
+        return f"{_few(request)} take longer to gather than to multiply; torch ops run this layer."
+    if request.groups > 1 and request.n // request.groups < _FEWEST_OUTPUTS:
+        return f"{_few(request)} leave most of a block of 32 empty; torch ops run this layer."
     return ""
+
+
+def takes_planes(request: Conv2dRequest) -> bool:
+    """Whether positions of the image become lanes, not channels: x is int8, and channels are few.
+
+    The numbers are where one kernel becomes faster than the other; benchmarks/results/2026-11-28-cpu-planes.md.
+    """
+    if request.activation is None:
+        return False
+    inputs, outputs = request.in_channels // request.groups, request.n // request.groups
+    if min(inputs, outputs) < 16:
+        return True
+    if _has_windows(request, inputs):
+        return request.groups > 1 and outputs < 32
+    return request.kernel_size != (1, 1) and outputs < 64
+
+
+def _has_windows(request: Conv2dRequest, inputs: int) -> bool:
+    """Whether windows are multiplied as codes that lie side by side; as ``has_windows`` of ``native/conv.cpp``."""
+    even = inputs % (8 if request.weight.element.container_bits == 4 else 4) == 0
+    return even and request.weight.group(request.k) >= request.k and Mode.of(request.activation) is not Mode.AFFINE
+
+
+def _few(request: Conv2dRequest) -> str:
+    inputs, outputs = request.in_channels // request.groups, request.n // request.groups
+    return f"{inputs} input and {outputs} output channels in each of {request.groups} groups"

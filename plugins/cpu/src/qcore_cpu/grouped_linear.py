@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qcore import FormatError, QTensor
-from qcore.plugin_api import GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight, given_numbers
+from qcore.plugin_api import GroupedLinearRequest, Kernel, Packed, check_offsets, check_weight
 
 from . import native, ops
-from .kinds import Mode, needs_sums
+from .kinds import Mode, needs_sums, numbers_of
 from .layout import WeightLayout
 from .parameters import readable_bias
 
@@ -26,9 +26,9 @@ class CpuGroupedLinear(Kernel):
         self.experts, self.n, self.k, self.format = request.experts, request.n, request.k, request.weight
         self.out_dtype = request.out_dtype
         self.layout = WeightLayout(self.format, self.n, self.k, sums=needs_sums(request.activation))
-        scale, zero = given_numbers(request.activation)
+        scale, zero = numbers_of(request.activation)
         self._constants = (
-            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
+            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale, zero,
             ops.TYPES[self.out_dtype],
         )  # fmt: skip
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from qcore import DynamicInt8, StaticInt8
-from qcore.plugin_api import Activation, Element
+from qcore import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8
+from qcore.plugin_api import Activation, Element, given_numbers
 
 
 class Kind(enum.IntEnum):
@@ -37,16 +37,26 @@ class Mode(enum.IntEnum):
     AFFINE = 2
     STATIC = 3
     TOKEN = 4
+    FP8 = 5
 
     @classmethod
     def of(cls, activation: Activation | None) -> Mode:
-        """The mode for an int8 activation, or for none."""
+        """The mode for an activation, or for none."""
         if activation is None:
             return cls.DIGITS
         if isinstance(activation, DynamicInt8):
             return cls.DYNAMIC if activation.symmetric else cls.AFFINE
-        assert isinstance(activation, StaticInt8)  # others are refused
+        if isinstance(activation, (DynamicFP8, StaticFP8)):
+            return cls.FP8
         return cls.TOKEN if activation.per_token else cls.STATIC
+
+
+def numbers_of(activation: Activation | None) -> tuple[float, int]:
+    """Scale and zero point as the library's ops take them; of a dynamic fp8 activation 0 and its group, 0 for all of K."""
+    if isinstance(activation, DynamicFP8):
+        return 0.0, activation.group or 0
+    scale, zero = given_numbers(activation)
+    return scale or 1.0, zero
 
 
 def kind_of(element: Element) -> Kind:

@@ -10,7 +10,7 @@ from qcore.plugin_api import Packed, RowsKernel, check_weight, given_numbers
 
 from . import native, ops
 from .direct import direct_linear, form_of
-from .kinds import Mode, needs_sums
+from .kinds import Mode, needs_sums, numbers_of
 from .layout import WeightLayout
 from .parameters import readable_bias
 
@@ -24,10 +24,10 @@ class CpuLinear(RowsKernel):
         self.format, self.n, self.k = request.weight, request.n, request.k
         self.out_dtype = request.out_dtype
         self.layout = WeightLayout(self.format, self.n, self.k, sums=needs_sums(request.activation))
-        scale, zero = given_numbers(request.activation)
+        scale, zero = numbers_of(request.activation)
         out_scale, out_zero = given_numbers(request.output)
         self._constants = (
-            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale or 1.0, zero,
+            *self.layout.numbers, int(Mode.of(request.activation)), self.layout.divides, scale, zero,
             out_scale or 1.0, out_zero, ops.TYPES[self.out_dtype],
         )  # fmt: skip
         self.form = form_of(request, self.layout.at.group)

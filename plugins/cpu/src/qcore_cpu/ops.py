@@ -23,6 +23,7 @@ SCALE_TYPES = {**FLOAT_TYPES, torch.uint8: 4}
 linear = torch.ops.qcore_cpu.linear.default
 grouped_linear = torch.ops.qcore_cpu.grouped_linear.default
 conv2d = torch.ops.qcore_cpu.conv2d.default
+conv2d_planes = torch.ops.qcore_cpu.conv2d_planes.default
 embedding = torch.ops.qcore_cpu.embedding.default
 pack = torch.ops.qcore_cpu.pack.default
 unpack = torch.ops.qcore_cpu.unpack.default
@@ -40,12 +41,18 @@ def _grouped_linear(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _conv2d(x: Tensor, *rest: Any) -> Tensor:
-    n, result = rest[9], rest[19]
-    kh, kw, sh, sw, ph, pw, dh, dw = rest[20:28]
     batch, height, width, _ = x.shape
-    oh = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1
-    ow = (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
-    return x.new_empty((batch, oh, ow, n), dtype=_DTYPES[result])
+    return x.new_empty((batch, *_output_size(height, width, rest), rest[9]), dtype=_DTYPES[rest[19]])
+
+
+def _conv2d_planes(x: Tensor, *rest: Any) -> Tensor:
+    batch, _, height, width = x.shape
+    return x.new_empty((batch, rest[9], *_output_size(height, width, rest)), dtype=_DTYPES[rest[19]])
+
+
+def _output_size(height: int, width: int, rest: tuple[Any, ...]) -> tuple[int, int]:
+    kh, kw, sh, sw, ph, pw, dh, dw = rest[20:28]
+    return (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1, (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
 
 
 def _embedding(indices: Tensor, codes: Tensor, *rest: Any) -> Tensor:
@@ -73,6 +80,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear": _linear,
     "grouped_linear": _grouped_linear,
     "conv2d": _conv2d,
+    "conv2d_planes": _conv2d_planes,
     "embedding": _embedding,
     "pack": _pack,
     "unpack": _unpack,

@@ -29,7 +29,7 @@ def qcore_linear(request: qcore.LinearRequest) -> qcore.Offer | qcore.Refusal:
 
 @qcore.hookimpl
 def qcore_conv2d(request: qcore.Conv2dRequest) -> qcore.Offer | qcore.Refusal:
-    """Convolutions that have 8 or more output channels in each group."""
+    """Convolutions of int8 activations, and of float ones with enough channels in each group."""
     return _answer(request)
 
 
@@ -60,9 +60,9 @@ def _kernel(request: AnyRequest) -> Kernel:
 
         return CpuLinear(request)
     if isinstance(request, qcore.Conv2dRequest):
-        from .conv2d import CpuConv2d
+        from .conv2d import CpuConv2d, CpuPlaneConv2d
 
-        return CpuConv2d(request)
+        return CpuPlaneConv2d(request) if eligibility.takes_planes(request) else CpuConv2d(request)
     if isinstance(request, qcore.EmbeddingRequest):
         from .embedding import CpuEmbedding
 
