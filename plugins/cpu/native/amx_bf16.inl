@@ -77,7 +77,7 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
       }
     }
     for (int64_t r = 0; part && r < rows; r++) {
-      const F factor = set_f(part->factors[r * part->step]);
+      const F factor = set_f(part->factor(r));
       for (int64_t c = 0; c < COLUMNS; c += LANES) {
         float* to = sums + r * COLUMNS + c;
         store_f(to, fma_f(load_f(own + r * COLUMNS + c), mul_f(load_f(part->scale + c), factor), load_f(to)));

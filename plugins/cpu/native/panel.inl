@@ -28,10 +28,17 @@ static inline I bf16_pair(F first, F second, [[maybe_unused]] bool converted) {
   return bf16_words(rounded_bits(first), rounded_bits(second));
 }
 
-// Whether the numbers of a panel are codes less their zero points, or fp8, which bfloat16 holds exactly, and sums are scaled.
-static inline bool has_whole_numbers(const Weight& w, const Output& out) {
-  return (w.at.groups == 1 || out.factors) && has_exact_codes(w);
+// Whether sums over parts of K have scales of their own, of x or of the weight, beside numbers that are codes. Where neither
+// demands it, that is faster for fp8, whose codes become bfloat16 at once, and fewer than SCALED_ROWS rows.
+constexpr int64_t SCALED_GROUP = 128, SCALED_ROWS = 128;
+static inline bool has_scaled_parts(const Weight& w, const Output& out, int64_t rows) {
+  if (out.factors) return w.at.groups > 1 || out.factor_groups > 1;
+  const bool large = w.at.groups > 1 && w.at.group >= SCALED_GROUP && w.at.group % 8 == 0;
+  return large && w.element == FLOAT8 && rows < SCALED_ROWS && has_exact_codes(w);
 }
+
+// Whether the numbers of a panel are codes less their zero points, or fp8, which bfloat16 holds exactly, and sums are scaled.
+static inline bool has_whole_numbers(const Weight& w) { return w.at.groups == 1 && has_exact_codes(w); }
 
 // Codes of packed columns from..from + count of block nb as words: [count or count / 2][32 columns]. IN_ORDER: column by
 // column, else 4-bit codes in the order above. ZEROS: columns have zero points of their own, which are subtracted one by one.
@@ -158,23 +165,22 @@ static void panel_row(const Weight& w, const void* x, Type type, void* to) {
   }
 }
 
-// Whether sums over parts of K have scales of their own, of x or of the weight, beside exact numbers.
-static inline bool has_scaled_parts(const Weight& w, const Output& out) {
-  return out.factors && (w.at.groups > 1 || out.factor_groups > 1);
-}
-
 // The part of K from packed column `from` on that has one scale of x, and one of the weight for each column.
 struct ScaledPart {
   int64_t end;
-  const float* factors;  // of rows, `step` apart
+  const float* factors;  // of rows, `step` apart, or null
   int64_t step;
+  float factor(int64_t row) const { return factors ? factors[row * step] : 1.0f; }
   alignas(64) float scale[COLUMNS];
-  ScaledPart(const Weight& w, const Output& out, int64_t nb, int64_t row0, int64_t from) : step(out.factor_groups) {
+  ScaledPart(const Weight& w, const Output& out, int64_t nb, int64_t row0, int64_t from) : factors(nullptr), step(out.factor_groups) {
     const int64_t wide = w.at.block * w.at.blocks, group = from / wide;
-    const int64_t k = group * w.at.group + from % wide, factor = k / out.factor_group;
-    const int64_t left = out.factor_group - k % out.factor_group;  // of the columns of x with this scale
-    end = (group + 1) * wide < from + left ? (group + 1) * wide : from + left;
-    factors = out.factors + row0 * step + (factor < step ? factor : step - 1);  // padding has any
+    end = (group + 1) * wide;
+    if (out.factors) {
+      const int64_t k = group * w.at.group + from % wide, factor = k / out.factor_group;
+      const int64_t left = out.factor_group - k % out.factor_group;  // of the columns of x with this scale
+      if (from + left < end) end = from + left;
+      factors = out.factors + row0 * step + (factor < step ? factor : step - 1);  // padding has any
+    }
     for (int c = 0; c < COLUMNS; c += LANES) store_f(scale + c, scales_f(w, (nb * w.at.groups + group) * COLUMNS + c));
   }
 };
@@ -202,7 +208,7 @@ panel_tile(const char* numbers, int64_t words, const char* x, int64_t row_step, 
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
-    const F factor = set_f(part ? part->factors[(row + r) * part->step] : 1.0f);
+    const F factor = set_f(part ? part->factor(row + r) : 1.0f);
     for (int h = 0; h < H; h++) {
       float* here = sums + r * COLUMNS + (first + h) * LANES;
       if (part) store_f(here, fma_f(acc[r][h], mul_f(load_f(part->scale + (first + h) * LANES), factor), load_f(here)));
@@ -219,11 +225,11 @@ static PanelTile choose_panel(int count) {
   else return count == R ? panel_tile<PAIRS, R> : choose_panel<PAIRS, R + 1>(count);
 }
 
-// Sums of `rows` rows, [rows][32], scaled if they need it, finished and stored from row0 on.
-static void finish_panel(const Weight& w, const Output& out, int64_t nb, int64_t rows, int64_t row0, float* sums) {
+// Sums of `rows` rows, [rows][32], `scaled` if they need it, finished and stored from row0 on.
+static void finish_panel(const Weight& w, const Output& out, bool scaled, int64_t nb, int64_t rows, int64_t row0,
+                         float* sums) {
   alignas(64) float bias[COLUMNS], scale[COLUMNS];
   read_bias(out, nb * COLUMNS, w.n, COLUMNS, bias);
-  const bool scaled = has_whole_numbers(w, out) && !has_scaled_parts(w, out);
   for (int c = 0; scaled && c < COLUMNS; c += LANES) store_f(scale + c, scales_f(w, nb * COLUMNS + c));
   for (int64_t r = 0; r < rows; r++) {
     float* values = sums + r * COLUMNS;
@@ -244,7 +250,7 @@ static inline void panel_parts(const Weight& w, const Output& out, int64_t nb, i
                                char* scratch, const Part& part) {
   float* sums = (float*)(scratch + PANEL_PART * 128);
   const int64_t packed = w.at.packed(), size = rows * COLUMNS;
-  const bool whole = has_whole_numbers(w, out), apart = has_scaled_parts(w, out);
+  const bool apart = has_scaled_parts(w, out, rows), whole = apart || has_whole_numbers(w);
   __builtin_memset(sums, 0, (size_t)(blocks * size) * 4);
   for (int64_t from = 0; from < packed; from += PANEL_PART) {
     const int64_t count = packed - from < PANEL_PART ? packed - from : PANEL_PART;
@@ -261,7 +267,7 @@ static inline void panel_parts(const Weight& w, const Output& out, int64_t nb, i
       }
     }
   }
-  for (int64_t b = 0; b < blocks; b++) finish_panel(w, out, nb + b, rows, row0, sums + b * size);
+  for (int64_t b = 0; b < blocks; b++) finish_panel(w, out, whole && !apart, nb + b, rows, row0, sums + b * size);
 }
 
 template <bool PAIRS>
@@ -334,7 +340,7 @@ static void float_windows(const Weight& w, const Output& out, const FloatWindows
     const int64_t taps = x.count - tap < together ? x.count - tap : together;
     for (int64_t from = 0; from < words; from += piece) {
       const int64_t here = words - from < piece ? words - from : piece;
-      panel_numbers<PAIRS, true>(w, has_whole_numbers(w, out), nb, tap * x.run + from * 4 / SIZE, taps * here * 4 / SIZE, scratch);
+      panel_numbers<PAIRS, true>(w, has_whole_numbers(w), nb, tap * x.run + from * 4 / SIZE, taps * here * 4 / SIZE, scratch);
       // 2. Every window meets them.
       for (int64_t line = 0; line < x.lines; line++)
         for (int64_t v = 0; v < x.width; v += most) {
@@ -345,5 +351,5 @@ static void float_windows(const Weight& w, const Output& out, const FloatWindows
         }
     }
   }
-  finish_panel(w, out, nb, rows, x.row0, sums);
+  finish_panel(w, out, has_whole_numbers(w), nb, rows, x.row0, sums);
 }
