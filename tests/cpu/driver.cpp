@@ -65,8 +65,9 @@ int main(int, char** argv) {
     image.height = in.rows;
     image.channels = number();
     image.width = number();
-    const int64_t groups = number();  // of planes (channels, lines, width); 0: x is (lines, width, channels)
-    if (groups) image.groups = groups;
+    // Of planes (channels, lines, width). 0: x is (lines, width, channels), as for -1: one channel in each group.
+    const int64_t groups = number();
+    if (groups) image.groups = groups < 0 ? image.channels : groups;
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;
     out.stride = w.n;
@@ -85,7 +86,7 @@ int main(int, char** argv) {
     std::vector<char> y(static_cast<size_t>(results * w.n * type_size(out.type)));
     out.y = y.data();
     const Pool pool{1, serial};
-    const auto image_of = groups ? convolve_planes : convolve;
+    const auto image_of = groups < 0 ? convolve_channels : groups ? convolve_planes : convolve;
     if (!(image.channels ? image_of(*kernels, pool, w, image, in, out) : linear(*kernels, pool, w, in, out))) return 5;
     std::fwrite(y.data(), y.size(), 1, out_file);
   }

@@ -46,7 +46,8 @@ def test_arm_gives_the_same_bits(driver, processor, isa, tmp_path):
 def test_arm_instruction_sets_give_each_other_s_bits(driver, tmp_path):
     # Every tile: 1 to 12 digit rows, of 1 to 3 digits; tails of columns and of pairs of rows; convolutions.
     shapes = (*((rows, 23 * rows + 9, 40) for rows in range(1, 14)), (25, 1040, 96), (133, 64, 32), (40, 72, 7))
-    made = [*cpu_driver.problems(shapes), *cpu_driver.convolutions(), *cpu_driver.planes()]
+    images = (*cpu_driver.convolutions(), *cpu_driver.planes(), *cpu_driver.depthwise())
+    made = [*cpu_driver.problems(shapes), *images]
     written = {}
     for isa in ("neoni8mm", "neondot", "neon", "generic"):
         cpu_driver.check([EMULATOR, "-cpu", "max", str(driver)], isa, tmp_path, made)

@@ -67,6 +67,8 @@ def convolutions() -> dict[str, torch.Tensor]:
             made[f"conv2d {text} {groups} {outputs}"] = quantized(x)
             quantized = QuantizedConv2d.from_float(conv.bfloat16(), text)
             made[f"conv2d {text} {groups} {outputs} bfloat16"] = quantized(x.bfloat16())
+            last = x.bfloat16().contiguous(memory_format=torch.channels_last)
+            made[f"conv2d {text} {groups} {outputs} bfloat16, last"] = quantized(last)
     return made
 
 

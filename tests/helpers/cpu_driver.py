@@ -79,6 +79,18 @@ def planes(shapes=((3, 13, 12, 33, 1), (9, 17, 40, 80, 40), (1, 40, 6, 12, 3), (
                 yield _input(layout, packed, mode, x, groups), _expected_image(layout, packed, mode, x, groups), True
 
 
+def depthwise(shapes=((3, 13, 33), (9, 1, 80), (1, 40, 16))):
+    """The same for depthwise convolutions on channels that lie side by side: lines, width and channels of an image."""
+    generator = torch.Generator().manual_seed(10)
+    for text in ("w8a8", "w4a8-asym", "w8a8-static(0.05,3)", "w4a16-g8-fzp"):
+        parsed = qcore.Scheme.parse(text)
+        for height, width, channels in shapes:
+            layout, packed, mode = _weight(parsed, channels, 9, generator)
+            for dtype in DTYPES:
+                x = (torch.randn(height, width, channels, generator=generator) + 0.3).to(dtype)
+                yield _input(layout, packed, mode, x, -1), _expected_image(layout, packed, mode, x, -1), True
+
+
 def _weight(scheme, n, k, generator):
     from qcore_cpu.kinds import Mode, needs_sums
     from qcore_cpu.layout import WeightLayout
@@ -96,7 +108,7 @@ def _input(layout, packed, mode, x, groups=0):
 
     offset = 12 if layout.kind is Kind.HALVES4 else layout.kind.offset
     scale_type = 4 if packed["scale"].dtype == torch.uint8 else ops.TYPES[packed["scale"].dtype]
-    lines, width, channels = (x.shape[1], x.shape[2], x.shape[0]) if groups else (*x.shape, 0, 0)[:3]
+    lines, width, channels = (x.shape[1], x.shape[2], x.shape[0]) if groups > 0 else (*x.shape, 0, 0)[:3]
     image = (channels, width) if x.dim() == 3 else (0, 0)
     numbers = (
         layout.n, layout.k, layout.at.group, int(layout.kind), int(mode), offset, scale_type, ops.TYPES[x.dtype],
@@ -120,7 +132,9 @@ def _expected_image(layout, packed, mode, x, groups=0):
 
     constants = (*layout.numbers[2:], int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
     sides = (3, 3, 1, 1, 1, 1, 1, 1)
-    op, channels = (ops.conv2d_planes, x.shape[0]) if groups else (ops.conv2d, x.shape[2])
+    op, channels = (ops.conv2d_planes, x.shape[0]) if groups > 0 else (ops.conv2d, x.shape[2])
+    if groups < 0:
+        op, groups = ops.conv2d_channels, channels
     return op(x[None], *layout.arguments(packed), None, channels, layout.n, max(1, groups), *constants, *sides)
 
 

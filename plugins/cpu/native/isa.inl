@@ -11,6 +11,7 @@
 #endif
 
 #include "elements.h"
+#include "images.h"
 #include "problem.h"
 
 namespace qcore_cpu {
@@ -28,6 +29,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "windows.inl"
 #include "panel.inl"
 #include "planes.inl"
+#include "channels.inl"
 #include "fp8.inl"
 #include "elements.inl"
 #ifdef QCORE_PAIRS
@@ -82,7 +84,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       nullptr, float_windows<false>,
 #endif
-      plane_product, fp8_row, take_every, widen, lookup, &ELEMENTS,
+      plane_product, channel_numbers, channel_line, fp8_row, take_every, widen, lookup, &ELEMENTS,
   };
   return &kernels;
 }

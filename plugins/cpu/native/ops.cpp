@@ -166,9 +166,11 @@ Tensor grouped_linear_op(Arguments& a) {
   return y;
 }
 
-// A convolution's arguments. x is (batch, height, width, channels), or (batch, channels, height, width) if PLANES.
-template <bool PLANES>
+// A convolution. x is (batch, height, width, channels), or (batch, channels, height, width) for `convolve_planes`; all but
+// `convolve` take one weight, whatever the groups.
+template <decltype(&convolve) RUN>
 Tensor conv2d_op(Arguments& a) {
+  constexpr bool PLANES = RUN == convolve_planes, PARTS = RUN == convolve;
   const Tensor x = a.tensor();
   const Parts parts(a);
   const Tensor bias = a.maybe_tensor();
@@ -191,10 +193,10 @@ Tensor conv2d_op(Arguments& a) {
   const std::vector<int64_t> sizes = PLANES ? std::vector<int64_t>{image.batch, n, oh, ow} : std::vector<int64_t>{image.batch, oh, ow, n};
   Tensor y = empty(sizes, dtype_of(result));
   const int64_t k = image.kh * image.kw * (channels / groups);
-  const Weight w = parts.weight(PLANES ? n : n / groups, k, group, element, mode, divides);
+  const Weight w = parts.weight(PARTS ? n / groups : n, k, group, element, mode, divides);
   const Input in = input_of(x, 0, channels, mode, given_scale, given_zero);
   const Output out = output_of(y, n, bias, result_scale, result_zero);
-  check((PLANES ? convolve_planes : convolve)(kernels(), pool(), w, image, in, out), "out of memory");
+  check(RUN(kernels(), pool(), w, image, in, out), "out of memory");
   return y;
 }
 
@@ -284,8 +286,9 @@ constexpr Op OPS[] = {
     {"grouped_linear",
      "grouped_linear(" QCORE_WEIGHT "Tensor? bias, Tensor offsets, " QCORE_FORM "int result) -> Tensor",
      boxed<grouped_linear_op>},
-    {"conv2d", "conv2d(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<false>>},
-    {"conv2d_planes", "conv2d_planes(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<true>>},
+    {"conv2d", "conv2d(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<convolve>>},
+    {"conv2d_planes", "conv2d_planes(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<convolve_planes>>},
+    {"conv2d_channels", "conv2d_channels(" QCORE_WEIGHT QCORE_CONV, boxed<conv2d_op<convolve_channels>>},
     {"embedding",
      "embedding(Tensor indices, Tensor codes, Tensor scale, Tensor? zero, Tensor? added, Tensor? values, "
      "Tensor? factor, int v, int k, int group, int element, bool divides, int result) -> Tensor",

@@ -70,12 +70,47 @@ void fill_phases(const Kernels& kernels, const Image& image, const Phases& phase
   }
 }
 
+// Numbers of the weight of a depthwise convolution, if it has kernels of its own.
+struct OwnNumbers {
+  OwnNumbers(const Kernels& kernels, const Weight& w, const Input& in, bool wanted)
+      : step(round_up(w.n, COLUMNS)), floats(in.mode == DIGITS),
+        memory(wanted ? (step * (w.at.k + 1) + w.at.packed() * COLUMNS) * 4 : 0) {
+    if (!wanted || !memory.data) return;
+    int32_t* to = reinterpret_cast<int32_t*>(memory.data);
+    float* scales = reinterpret_cast<float*>(to + step * w.at.k);
+    kernels.channel_numbers(w, step, to, floats ? nullptr : scales, reinterpret_cast<char*>(scales + step));
+    numbers = {to, step, floats ? nullptr : scales};
+  }
+  int64_t step;
+  bool floats;
+  Scratch memory;
+  ChannelNumbers numbers{};
+};
+
 }  // namespace
+
+bool convolve_channels(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
+                       const Output& out) {
+  const OwnNumbers own(kernels, w, in, true);
+  if (!own.numbers.numbers) return false;
+  const int64_t lines = image.batch * image.out_height(), work = image.out_width() * image.channels * (image.kh * image.kw + 8);
+  std::vector<char> failed(static_cast<size_t>(lines), 0);
+  each(pool, lines, std::max<int64_t>(1, PART_WORK / (work + 1)), [&](int64_t line) {
+    const Scratch scratch((image.width + 2 * image.pw) * 64);
+    if (!scratch.data) failed[static_cast<size_t>(line)] = 1;
+    else kernels.channel_line(in, out, image, own.numbers, line / image.out_height(), line % image.out_height(), scratch.data);
+  });
+  return std::find(failed.begin(), failed.end(), 1) == failed.end();
+}
 
 bool convolve_planes(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                      const Output& out) {
   const int64_t oh = image.out_height(), ow = image.out_width(), own = image.channels / image.groups;
   const int64_t rows = w.n / image.groups, packed = w.at.packed();
+  const bool exact = in.mode == DIGITS || (in.type != I8 && w.at.groups == 1 && has_exact_codes(w));
+  const bool alone = own == 1 && rows < 4 && exact && w.at.k <= MOST_TAPS;
+  const OwnNumbers numbers(kernels, w, in, alone);
+  if (alone ? !numbers.numbers.numbers : in.mode == DIGITS) return false;
   const Phases phases(image);
   // 1. Parts: lines of one group's results whose planes and codes stay in L2; more of them if threads would have none.
   const int64_t count = own * phases.down * phases.across;
@@ -124,7 +159,8 @@ bool convolve_planes(const Kernels& kernels, const Pool& pool, const Weight& w, 
     own_out.y = static_cast<char*>(out.y) + b * w.n * oh * ow * type_size(out.type);
     own_out.stride = oh * ow;
     const Planes planes{x, own, channel, phases.plane(lines), phases.across, places.down.data(), places.across.data(), image.kh, image.kw,
-                        places.columns.data(), positions, here, ow, phases.step, first * ow, group * rows, rows};
+                        places.columns.data(), positions, here, ow, phases.step, first * ow, group * rows, rows,
+                        alone ? &numbers.numbers : nullptr};
     kernels.plane_product(w, in, own_out, planes, codes);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();

@@ -222,26 +222,15 @@ static void finish_plane(const Planes& x, const Output& out, int64_t n, float* r
   for (int64_t i = 0; i < count; i += COLUMNS) finish_row(out, n, x.first + i, x.first + count, bias, results + i);
 }
 
-// A window of one channel: a code is used once, so that it stays a word. Numbers of the weight without zero points are words,
-// too, one to a lane.
-constexpr int64_t MOST_TAPS = 512;
+// A window of one channel: a code is used once, so that it stays a word.
 
-static void channel_numbers(const Weight& w, int64_t n, int32_t* numbers) {
-  const PlaneRow row(w, n);
-  const int per_word = w.element == INT8 ? 4 : 8;
-  const int32_t zero = w.zero ? w.zero[row.parameters] : w.offset;
-  for (int64_t k = 0; k < w.at.k; k++) {
-    const uint8_t code = row.codes[k / per_word * 128 + k % 4];
-    const int32_t number = (w.element == INT8 ? code : k % 8 < 4 ? code & 15 : code >> 4) - zero;
-    numbers[k] = number & 0xffff;
-  }
-}
+// Added to a number of up to 22 bits, it leaves the nearest whole number in the low bits.
+static inline F word_magic() { return set_f(12582912.0f); }
 
 template <bool BOUNDED, int H>
 static void __attribute__((noinline))
-channel_tile(const Planes& x, const PlaneCodes& c, const int32_t* numbers, float weight_scale, int64_t p, float* results) {
-  // Added to a number of up to 22 bits, it leaves the nearest whole number in the low bits.
-  const F magic = set_f(12582912.0f);
+channel_tile(const Planes& x, const PlaneCodes& c, int64_t n, int64_t p, float* results) {
+  const int32_t* number = x.own->numbers + n;
   F inverse[H], low[H], high[H];
   I acc[H];
   for (int h = 0; h < H; h++) {
@@ -252,44 +241,54 @@ channel_tile(const Planes& x, const PlaneCodes& c, const int32_t* numbers, float
     low[h] = sub_f(set_f(-128), zero), high[h] = sub_f(set_f(127), zero);
   }
   for (int64_t i = 0; i < x.kh; i++)
-    for (int64_t j = 0; j < x.kw; j++) {
+    for (int64_t j = 0; j < x.kw; j++, number += x.own->step) {
       const float* from = x.x + x.down[i] + x.across[j] + p;
-      const I number = set_i(*numbers++);
       for (int h = 0; h < H; h++) {
-        const F v = load_f(from + h * LANES);
-        F code;
-        if (BOUNDED) code = add_f(max_f(min_f(mul_f(v, inverse[h]), high[h]), low[h]), magic);
-        else code = add_f(mul_f(v, inverse[h]), magic);
-        acc[h] = dot_words(acc[h], bits(code), number);
+        F code = mul_f(load_f(from + h * LANES), inverse[h]);
+        if (BOUNDED) code = max_f(min_f(code, high[h]), low[h]);
+        acc[h] = dot_words(acc[h], bits(add_f(code, word_magic())), set_i(*number));
       }
     }
   for (int h = 0; h < H; h++) {
-    const F scaled = mul_f(to_f(acc[h]), set_f(weight_scale));
+    const F scaled = mul_f(to_f(acc[h]), set_f(x.own->scales[n]));
     store_f(results + p + h * LANES, mul_f(scaled, load_f(c.scales + p + h * LANES)));
   }
 }
 
-static void channel_rows(const Weight& w, const Input& in, const Planes& x, const PlaneCodes& c, int64_t n) {
-  int32_t numbers[MOST_TAPS];
-  channel_numbers(w, n, numbers);
-  const float scale = one_scale(w, PlaneRow(w, n).parameters);
-  const bool bounded = in.mode != DYNAMIC;
+// The same for float x.
+template <int H>
+static void __attribute__((noinline)) channel_floats(const Planes& x, int64_t n, int64_t p, float* results) {
+  const float* number = (const float*)x.own->numbers + n;
+  F acc[H];
+  for (int h = 0; h < H; h++) acc[h] = set_f(0);
+  for (int64_t i = 0; i < x.kh; i++)
+    for (int64_t j = 0; j < x.kw; j++, number += x.own->step) {
+      const float* from = x.x + x.down[i] + x.across[j] + p;
+      for (int h = 0; h < H; h++) acc[h] = fma_f(load_f(from + h * LANES), set_f(*number), acc[h]);
+    }
+  for (int h = 0; h < H; h++) store_f(results + p + h * LANES, acc[h]);
+}
+
+template <int H>
+static void plane_channels(const Planes& x, Mode mode, const PlaneCodes& c, int64_t n, int64_t p) {
+  if (mode == DIGITS) channel_floats<H>(x, n, p, c.results);
+  else (mode == DYNAMIC ? channel_tile<false, H> : channel_tile<true, H>)(x, c, n, p, c.results);
+}
+
+static void channel_row(const Planes& x, Mode mode, const PlaneCodes& c, int64_t n) {
   int64_t p = 0;
-  for (; p + PLANE_VECTORS * LANES <= x.positions; p += PLANE_VECTORS * LANES)
-    (bounded ? channel_tile<true, PLANE_VECTORS> : channel_tile<false, PLANE_VECTORS>)(x, c, numbers, scale, p, c.results);
-  for (; p < x.positions; p += LANES)
-    (bounded ? channel_tile<true, 1> : channel_tile<false, 1>)(x, c, numbers, scale, p, c.results);
+  for (; p + PLANE_VECTORS * LANES <= x.positions; p += PLANE_VECTORS * LANES) plane_channels<PLANE_VECTORS>(x, mode, c, n, p);
+  for (; p < x.positions; p += LANES) plane_channels<1>(x, mode, c, n, p);
 }
 
 static void plane_product(const Weight& w, const Input& in, const Output& out, const Planes& x, const PlaneCodes& c) {
-  plane_scales(in, x, c);
-  const bool one = x.channels == 1 && x.rows < 4 && in.type != I8 && w.at.groups == 1 && !w.added && w.at.k <= MOST_TAPS;
-  if (!one)
+  if (in.mode != DIGITS) plane_scales(in, x, c);
+  if (!x.own)
     for (int64_t p = 0; p < x.positions; p += LANES) plane_codes(w, in, x, c, p);
   for (int64_t n = x.row; n < x.row + x.rows;) {
-    const int here = one || x.row + x.rows - n < PLANE_ROWS ? 1 : PLANE_ROWS;
+    const int here = x.own || x.row + x.rows - n < PLANE_ROWS ? 1 : PLANE_ROWS;
     const bool byte = w.element == INT8;
-    if (one) channel_rows(w, in, x, c, n);
+    if (x.own) channel_row(x, in.mode, c, n);
     else if (here > 1) (byte ? plane_rows<INT8, PLANE_ROWS> : plane_rows<INT4, PLANE_ROWS>)(w, x, c, n, c.results);
     else (byte ? plane_rows<INT8, 1> : plane_rows<INT4, 1>)(w, x, c, n, c.results);
     for (int r = 0; r < here; r++) finish_plane(x, out, n + r, c.results + r * x.positions);

@@ -203,6 +203,10 @@ struct Kernels {
   void (*float_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
   // Lines of results of a channel group, int8 x: see Planes.
   void (*plane_product)(const Weight&, const Input&, const Output&, const struct Planes&, const struct PlaneCodes&);
+  // Numbers for `to` [taps][step] and `scales`, which are null for float x. `scratch`: 128 bytes for each packed column.
+  void (*channel_numbers)(const Weight&, int64_t step, int32_t* to, float* scales, char* scratch);
+  // A line of results of a depthwise convolution, (width, channels). `scratch`: 64 bytes for each pixel of a padded line.
+  void (*channel_line)(const Input&, const Output&, const struct Image&, const struct ChannelNumbers&, int64_t b, int64_t line, char* scratch);
   // A row of x as e4m3: codes as bfloat16, which holds them, and scales of `group` columns each; or, without `scales`, codes times
   // scales as float32. `given`: the scale, or 0.
   void (*fp8_row)(const void* x, Type type, int64_t k, int64_t group, float given, void* to, float* scales);
@@ -245,30 +249,6 @@ struct FloatWindows {
   int64_t lines, width, step, row0;
   const int64_t* taps;
   int64_t count, run;     // taps, elements of each: a multiple of 4, or of 8 for 4-bit weights
-};
-
-// Lines of results of one channel group, whose windows read planes of floats; see planes.inl. A line of results is `width` of
-// every `step` positions.
-constexpr int MOST_PLANE_ROWS = 4;     // rows of the weight whose results are made together
-constexpr int PLANE_POSITIONS = 64;    // positions that are computed together, at most; `positions` is a multiple of 16
-struct Planes {
-  const float* x;          // [channels][phases][plane]; values behind the last one are read, and ignored
-  int64_t channels, channel, plane, phases;  // their number, values of one, values of a phase, phases of one line
-  const int64_t *down, *across;  // where the values of a line, or a column, of the windows begin in a channel: both added
-  int64_t kh, kw;
-  const int64_t* columns;  // [packed]: the same for each packed column, in x; below 0 for none
-  int64_t positions, lines, width, step;
-  int64_t first;           // number of the first result in a row of results
-  int64_t row, rows;       // of the weight
-};
-
-// Memory for their codes: largest magnitudes [channel] and [phases][plane], of pixels and of those above each other; words
-// [packed / 4][positions], sums of codes [folds][positions], steps [positions], and results [MOST_PLANE_ROWS][positions].
-struct PlaneCodes {
-  int32_t *pixels, *stacks, *words, *sums;
-  float* scales;
-  int32_t* zeros;
-  float* results;
 };
 
 // A table (v, k) in the layout PLAIN: row by row, 4-bit codes in pairs, even column low; scale, zero: [v][groups].

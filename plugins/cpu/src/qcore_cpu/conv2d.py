@@ -17,6 +17,7 @@ from qcore.plugin_api import (
 )
 
 from . import native, ops
+from .eligibility import takes_channels, takes_planes_first
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -34,6 +35,7 @@ class CpuConv2d(Kernel):
         self.request, self.format, self.n, self.k = request, request.weight, request.n, request.k
         self.out_dtype = request.out_dtype
         self.parts = self.parts_of(request)
+        self.planes_first, self.channelwise = takes_planes_first(request), takes_channels(request)
         self.rows = self.n // self.parts
         self.layout = WeightLayout(self.format, self.rows, self.k, sums=needs_sums(request.activation))
         scale, zero = given_numbers(request.activation)
@@ -81,12 +83,15 @@ class CpuConv2d(Kernel):
 
     def convolved(self, x: Tensor, weight: tuple[Tensor | None, ...], bias: Tensor | None) -> Tensor:
         """The result for images of the right shape that are not empty."""
+        if self.planes_first and _is_quick(x):  # one part is packed alike for both
+            planes: Tensor = ops.conv2d_planes(x, *weight, bias, *self._constants)
+            return planes
         y = ops.conv2d(_channels_last(x), *weight, bias, *self._constants)
         return _channels_first(y) if _is_quick(x) and y.dtype in _QUICK else laid_out_like(y.permute(0, 3, 1, 2), x)
 
 
 class CpuPlaneConv2d(CpuConv2d):
-    """The same for few channels in a group: images are read as planes, in torch's default format.
+    """The same for few channels in a group: images are read as planes, in torch's default format, or as they are if depthwise.
 
     Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
     """
@@ -98,6 +103,9 @@ class CpuPlaneConv2d(CpuConv2d):
         return 1
 
     def convolved(self, x: Tensor, weight: tuple[Tensor | None, ...], bias: Tensor | None) -> Tensor:
+        if self.channelwise and x.stride(1) == 1 and x.is_contiguous(memory_format=torch.channels_last):
+            pixels: Tensor = ops.conv2d_channels(x.permute(0, 2, 3, 1).contiguous(), *weight, bias, *self._constants)
+            return pixels.permute(0, 3, 1, 2)
         quick = _is_quick(x, last=True)
         planes = _channels_first(x.permute(0, 2, 3, 1)) if quick else x.contiguous()
         y = ops.conv2d_planes(planes, *weight, bias, *self._constants)

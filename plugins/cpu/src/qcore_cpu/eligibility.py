@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qcore import Conv2dRequest, DynamicInt8, StaticInt8
+from qcore import Conv2dRequest, DynamicInt8, StaticInt8, ZeroPoint
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 from .kinds import Kind, Mode, kind_of
@@ -12,6 +12,8 @@ _FEWEST_OUTPUTS = 8
 _FEWEST_INPUTS = 4
 """Input channels of a group, for float x: gathering fewer took two to four times as long as torch ops
 (benchmarks/cpu_rank.py)."""
+_MANY_OUTPUTS, _FEWEST_LANES, _MOST_TAPS = 4, 16, 512
+"""What depthwise kernels take; see ``native/conv.h`` and ``native/problem.h``."""
 _LARGEST_K = 1 << 30
 """The library indexes packed columns with 32-bit integers."""
 
@@ -42,26 +44,54 @@ def _why_not_size(request: AnyRequest) -> str:
         return ""
     if takes_planes(request):
         return ""
-    if request.in_channels // request.groups < _FEWEST_INPUTS:
+    inputs, outputs = _channels(request)
+    if inputs < _FEWEST_INPUTS:
         return f"{_few(request)} take longer to gather than to multiply; torch ops run this layer."
-    if request.groups > 1 and request.n // request.groups < _FEWEST_OUTPUTS:
+    if request.groups > 1 and outputs < _FEWEST_OUTPUTS:
         return f"{_few(request)} leave most of a block of 32 empty; torch ops run this layer."
     return ""
 
 
 def takes_planes(request: Conv2dRequest) -> bool:
-    """Whether positions of the image become lanes, not channels: x is int8, and channels are few.
+    """Whether positions of the image become lanes, not channels, as these are few.
 
-    The numbers are where one kernel becomes faster than the other; benchmarks/results/2026-11-28-cpu-planes.md.
+    The numbers, here and below, are where one kernel becomes faster than the other;
+    benchmarks/results/2026-11-28-cpu-planes.md.
     """
+    inputs, outputs = _channels(request)
     if request.activation is None:
-        return False
-    inputs, outputs = request.in_channels // request.groups, request.n // request.groups
+        return inputs == 1 and outputs < _MANY_OUTPUTS and _taps(request) <= _MOST_TAPS
     if min(inputs, outputs) < 16:
         return True
     if _has_windows(request, inputs):
         return request.groups > 1 and outputs < 32
-    return request.kernel_size != (1, 1) and outputs < 64
+    return _taps(request) > 1 and outputs < 64
+
+
+def takes_planes_first(request: Conv2dRequest) -> bool:
+    """Whether images in torch's default format stay so: turning them round takes longer than what is gained."""
+    inputs, outputs = request.in_channels, request.n
+    few = inputs <= 144 and inputs * outputs <= (8192 if _taps(request) == 1 else 2048)
+    return request.groups == 1 and request.activation is not None and few
+
+
+def takes_channels(request: Conv2dRequest) -> bool:
+    """Whether a depthwise convolution has a kernel for images in the format channels_last."""
+    inputs, outputs = _channels(request)
+    if (inputs, outputs) != (1, 1) or request.groups < _FEWEST_LANES or _taps(request) > _MOST_TAPS:
+        return False
+    mode, exact = Mode.of(request.activation), request.weight.zero is not ZeroPoint.FLOAT
+    one = exact and request.weight.group(request.k) >= request.k and request.x_dtype.is_floating_point
+    return mode is Mode.DIGITS or (one and mode in (Mode.DYNAMIC, Mode.STATIC))
+
+
+def _channels(request: Conv2dRequest) -> tuple[int, int]:
+    """Input and output channels of a group."""
+    return request.in_channels // request.groups, request.n // request.groups
+
+
+def _taps(request: Conv2dRequest) -> int:
+    return request.kernel_size[0] * request.kernel_size[1]
 
 
 def _has_windows(request: Conv2dRequest, inputs: int) -> bool:
@@ -71,5 +101,5 @@ def _has_windows(request: Conv2dRequest, inputs: int) -> bool:
 
 
 def _few(request: Conv2dRequest) -> str:
-    inputs, outputs = request.in_channels // request.groups, request.n // request.groups
+    inputs, outputs = _channels(request)
     return f"{inputs} input and {outputs} output channels in each of {request.groups} groups"

@@ -24,6 +24,7 @@ linear = torch.ops.qcore_cpu.linear.default
 grouped_linear = torch.ops.qcore_cpu.grouped_linear.default
 conv2d = torch.ops.qcore_cpu.conv2d.default
 conv2d_planes = torch.ops.qcore_cpu.conv2d_planes.default
+conv2d_channels = torch.ops.qcore_cpu.conv2d_channels.default
 embedding = torch.ops.qcore_cpu.embedding.default
 pack = torch.ops.qcore_cpu.pack.default
 unpack = torch.ops.qcore_cpu.unpack.default
@@ -81,6 +82,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "grouped_linear": _grouped_linear,
     "conv2d": _conv2d,
     "conv2d_planes": _conv2d_planes,
+    "conv2d_channels": _conv2d,
     "embedding": _embedding,
     "pack": _pack,
     "unpack": _unpack,

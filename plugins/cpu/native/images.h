@@ -1,0 +1,51 @@
+// What kernels of convolutions of few channels need; see planes.inl and channels.inl.
+#pragma once
+#include "problem.h"
+
+namespace qcore_cpu {
+
+// Images (batch, height, width, channels), contiguous, and a convolution.
+struct Image {
+  int64_t batch, height, width, channels, groups;
+  int64_t kh, kw, sh, sw, ph, pw, dh, dw;  // kernel, stride, padding, dilation
+  int64_t out_height() const { return (height + 2 * ph - dh * (kh - 1) - 1) / sh + 1; }
+  int64_t out_width() const { return (width + 2 * pw - dw * (kw - 1) - 1) / sw + 1; }
+};
+
+constexpr int FEWEST_CHANNELS = 16;  // lanes of the widest vectors
+constexpr int64_t MOST_TAPS = 512;   // of a depthwise convolution with kernels of its own
+
+// Numbers of a depthwise convolution's weight, [taps][step], step a multiple of 32: codes less their zero points, as words, with
+// `scales`; for float x floats, with null.
+struct ChannelNumbers {
+  const int32_t* numbers;
+  int64_t step;
+  const float* scales;
+};
+
+// Lines of results of one channel group, whose windows read planes of floats; see planes.inl. A line of results is `width` of
+// every `step` positions.
+constexpr int MOST_PLANE_ROWS = 4;     // rows of the weight whose results are made together
+constexpr int PLANE_POSITIONS = 64;    // positions that are computed together, at most; `positions` is a multiple of 16
+struct Planes {
+  const float* x;          // [channels][phases][plane]; values behind the last one are read, and ignored
+  int64_t channels, channel, plane, phases;  // their number, values of one, values of a phase, phases of one line
+  const int64_t *down, *across;  // where the values of a line, or a column, of the windows begin in a channel: both added
+  int64_t kh, kw;
+  const int64_t* columns;  // [packed]: the same for each packed column, in x; below 0 for none
+  int64_t positions, lines, width, step;
+  int64_t first;           // number of the first result in a row of results
+  int64_t row, rows;       // of the weight
+  const ChannelNumbers* own;  // if the group has one channel and few results, or null
+};
+
+// Memory for their codes: largest magnitudes [channel] and [phases][plane], of pixels and of those above each other; words
+// [packed / 4][positions], sums of codes [folds][positions], steps [positions], and results [MOST_PLANE_ROWS][positions].
+struct PlaneCodes {
+  int32_t *pixels, *stacks, *words, *sums;
+  float* scales;
+  int32_t* zeros;
+  float* results;
+};
+
+}  // namespace qcore_cpu
