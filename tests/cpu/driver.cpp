@@ -58,7 +58,6 @@ int main(int, char** argv) {
     in.stride = k;
     in.mode = mode;
     in.zero = static_cast<int32_t>(number());
-    in.scale = 0.05f;
     Image image{};  // of `rows` lines, 3 x 3 windows; without channels, x is rows of a linear layer
     image.batch = image.groups = image.sh = image.sw = image.ph = image.pw = image.dh = image.dw = 1;
     image.kh = image.kw = 3;
@@ -67,6 +66,7 @@ int main(int, char** argv) {
     image.width = number();
     // Of planes (channels, lines, width). 0: x is (lines, width, channels), as for -1: one channel in each group.
     const int64_t groups = number();
+    in.scale = static_cast<float>(number()) / 1000.0f;
     if (groups) image.groups = groups < 0 ? image.channels : groups;
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;

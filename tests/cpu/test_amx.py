@@ -29,3 +29,4 @@ def test_tiles_give_the_same_bits(tmp_path):
     # Row counts below, at and above a tile and two, for one, two and three digits.
     shapes = ((12, 77, 33), (16, 200, 40), (17, 576, 32), (33, 136, 65), (45, 64, 96))
     cpu_driver.check([str(driver)], "amxint8", tmp_path, list(cpu_driver.problems(shapes)))
+    cpu_driver.check([str(driver)], "amxint8", tmp_path, list(cpu_driver.fp8()), summed=True)

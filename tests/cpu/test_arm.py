@@ -41,6 +41,7 @@ def driver(tmp_path_factory):
 )
 def test_arm_gives_the_same_bits(driver, processor, isa, tmp_path):
     cpu_driver.check([EMULATOR, "-cpu", processor, str(driver)], isa, tmp_path, list(cpu_driver.problems()))
+    cpu_driver.check([EMULATOR, "-cpu", processor, str(driver)], isa, tmp_path, list(cpu_driver.fp8()), summed=True)
 
 
 def test_arm_instruction_sets_give_each_other_s_bits(driver, tmp_path):

@@ -53,6 +53,19 @@ def problems(shapes=((1, 77, 33), (5, 200, 40), (9, 576, 32))):
                 yield _input(layout, packed, mode, x), _expected(layout, packed, mode, x), mode != Mode.DIGITS
 
 
+def fp8(shapes=((1, 77, 33), (33, 200, 40), (70, 576, 96))):
+    """The same for fp8 activations with a scale of their own for each row, or for 32 columns of it."""
+    generator = torch.Generator().manual_seed(11)
+    for text in ("wfp8afp8", "wfp8afp8-g32", "w4afp8-g32-asym"):
+        parsed = qcore.Scheme.parse(text)
+        for rows, k, n in shapes:
+            layout, packed, mode = _weight(parsed, n, k, generator)
+            for dtype in DTYPES:
+                x = (torch.randn(rows, k, generator=generator) + 0.3).to(dtype)
+                group = parsed.activation.group or 0
+                yield _input(layout, packed, mode, x, given=(0.0, group)), _expected(layout, packed, mode, x, (0.0, group)), False
+
+
 def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32))):
     """The same for 3 x 3 convolutions: lines, width and channels of an image, and output channels."""
     from qcore_cpu.kinds import Mode
@@ -102,7 +115,7 @@ def _weight(scheme, n, k, generator):
     return layout, layout.pack(weight), Mode.of(scheme.activation)
 
 
-def _input(layout, packed, mode, x, groups=0):
+def _input(layout, packed, mode, x, groups=0, given=(0.05, 3)):
     from qcore_cpu import ops
     from qcore_cpu.kinds import Kind
 
@@ -112,18 +125,18 @@ def _input(layout, packed, mode, x, groups=0):
     image = (channels, width) if x.dim() == 3 else (0, 0)
     numbers = (
         layout.n, layout.k, layout.at.group, int(layout.kind), int(mode), offset, scale_type, ops.TYPES[x.dtype],
-        lines, 3, *image, groups,
+        lines, given[1], *image, groups, round(1000 * given[0]),
     )  # fmt: skip
     _, scale, zero, added, sums, table, _ = layout.arguments(packed)
     parts = (x, packed["data"], scale, zero, added, sums, table)
     blobs = [b"" if t is None else bytes(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in parts]
-    return struct.pack("13q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
+    return struct.pack("14q", *numbers) + b"".join(struct.pack("q", len(blob)) + blob for blob in blobs)
 
 
-def _expected(layout, packed, mode, x):
+def _expected(layout, packed, mode, x, given=(0.05, 3)):
     from qcore_cpu import ops
 
-    arguments = (*layout.numbers, int(mode), layout.divides, 0.05, 3, 1.0, 0, ops.TYPES[x.dtype])
+    arguments = (*layout.numbers, int(mode), layout.divides, *given, 1.0, 0, ops.TYPES[x.dtype])
     return ops.linear(x, *layout.arguments(packed), None, None, None, None, None, *arguments)
 
 
@@ -138,8 +151,10 @@ def _expected_image(layout, packed, mode, x, groups=0):
     return op(x[None], *layout.arguments(packed), None, channels, layout.n, max(1, groups), *constants, *sides)
 
 
-def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor, bool]]) -> None:
-    """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits."""
+def check(
+    command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor, bool]], *, summed: bool = False
+) -> None:
+    """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits, unless ``summed``."""
     from qcore_cpu import native
 
     given, written = folder / "in", folder / "out"
@@ -152,7 +167,9 @@ def check(command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes
         size = expected.numel() * expected.element_size()
         raw = torch.frombuffer(bytearray(results[at : at + size]), dtype=expected.dtype).view(expected.shape)
         at += size
-        # Float x does not become digits everywhere: here it may meet codes as bfloat16, and with AVX2 alone as float32.
-        tolerance = 0.02 if expected.dtype == torch.bfloat16 else 4e-3 if native.isa() == "avx2" and not exact else 0
+        # Float x does not become digits everywhere: here it may meet codes as bfloat16, and with AVX2 alone as float32. Codes
+        # of fp8 may be summed in another order.
+        rounded = not exact and (native.isa() == "avx2" or summed)
+        tolerance = 0.02 if expected.dtype == torch.bfloat16 else 4e-3 if rounded else 0
         assert torch.allclose(raw.float(), expected.float(), rtol=tolerance, atol=tolerance)
     assert at == len(results)

@@ -26,15 +26,27 @@ template <int C, int A, int B> static inline void amx_dot_bf16() {
 }
 #endif
 
+// Add the sums of a part for rows from `row` on, times their scales.
+static inline void add_scaled(const ScaledPart& part, int64_t row, int rows, const float* own, float* sums) {
+  F scale[COLUMNS / LANES];
+  for (int h = 0; h < COLUMNS / LANES; h++) scale[h] = load_f(part.scale + h * LANES);
+  for (int r = 0; r < rows; r++) {
+    const F factor = set_f(part.factor(row + r));
+    for (int h = 0; h < COLUMNS / LANES; h++) {
+      float* to = sums + r * COLUMNS + h * LANES;
+      store_f(to, fma_f(load_f(own + r * COLUMNS + h * LANES), mul_f(scale[h], factor), load_f(to)));
+    }
+  }
+}
+
 // As panel_product.
 static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t row_step, int64_t nb, int64_t blocks,
                       int64_t rows, int64_t row0, char* scratch) {
-  float* own = (float*)(scratch + PANEL_PART * 128) + blocks * rows * COLUMNS;  // sums of a part that has scales
+  alignas(64) float own[AMX_ROWS * COLUMNS];  // sums of a part that has scales
   int shape[3] = {0, 0, 0};  // the tiles that are configured: rows of the upper and lower ones, columns of x
   panel_parts<true>(w, out, nb, blocks, rows, row0, scratch, [&](const char* words, int64_t from, int64_t count, float* sums,
                                                                     const ScaledPart* part) {
     const I* numbers = (const I*)words;
-    if (part) __builtin_memset(own, 0, (size_t)(rows * COLUMNS) * 4);
     for (int64_t r = 0; r < rows; r += AMX_ROWS) {
       const int here = (int)(rows - r < AMX_ROWS ? rows - r : AMX_ROWS);
       const int upper = here < 16 ? here : 16, lower = here - upper;
@@ -53,10 +65,14 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
           amx_configure(config);
           shape[0] = upper, shape[1] = lower, shape[2] = wide;
         }
-        float* y = (part ? own : sums) + r * COLUMNS;
-        amx_load<0>(y, COLUMNS * 4);
-        amx_load<1>(y + 16, COLUMNS * 4);
-        if (lower) amx_load<2>(y + 16 * COLUMNS, COLUMNS * 4), amx_load<3>(y + 16 * COLUMNS + 16, COLUMNS * 4);
+        float* y = part ? own : sums + r * COLUMNS;
+        if (part && !k) {
+          amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
+        } else {
+          amx_load<0>(y, COLUMNS * 4);
+          amx_load<1>(y + 16, COLUMNS * 4);
+          if (lower) amx_load<2>(y + 16 * COLUMNS, COLUMNS * 4), amx_load<3>(y + 16 * COLUMNS + 16, COLUMNS * 4);
+        }
         for (; k < end; k += wide) {
           const char* a = (const char*)x + r * row_step + (from + k) * 2;
           const I* b = numbers + k;  // k / 2 pairs of 2 vectors
@@ -75,13 +91,7 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
         amx_store<1>(y + 16, COLUMNS * 4);
         if (lower) amx_store<2>(y + 16 * COLUMNS, COLUMNS * 4), amx_store<3>(y + 16 * COLUMNS + 16, COLUMNS * 4);
       }
-    }
-    for (int64_t r = 0; part && r < rows; r++) {
-      const F factor = set_f(part->factor(r));
-      for (int64_t c = 0; c < COLUMNS; c += LANES) {
-        float* to = sums + r * COLUMNS + c;
-        store_f(to, fma_f(load_f(own + r * COLUMNS + c), mul_f(load_f(part->scale + c), factor), load_f(to)));
-      }
+      if (part) add_scaled(*part, r, here, own, sums + r * COLUMNS);
     }
   });
   amx_release();

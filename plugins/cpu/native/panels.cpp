@@ -13,7 +13,7 @@ constexpr int64_t PANEL_UNITS = 4;         // for each thread: with more, panels
 
 // Rows are no power of two apart, so that they do not share one set of the cache.
 int64_t bytes_of_row(const Panel& panel, const Weight& w) { return round_up(w.at.packed() * panel.x_size, 64) + 64; }
-int64_t bytes_of_sums(int64_t rows) { return rows * COLUMNS * 4; }  // of a block of columns; a part of K may need as many
+int64_t bytes_of_sums(int64_t rows) { return rows * COLUMNS * 4; }
 
 }  // namespace
 
@@ -44,7 +44,7 @@ bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input
       const int64_t nb = unit / panels * beside, first = unit % panels * size;
       const int64_t blocks = std::min(beside, columns - nb), here = std::min(size, rows - first);
       if (here <= 0) return;
-      const Scratch own(panel.scratch + (blocks + 1) * bytes_of_sums(here));
+      const Scratch own(panel.scratch + blocks * bytes_of_sums(here));
       if (!own.data) failed[static_cast<size_t>(unit)] = 1;
       else panel.run(w, out, scratch.data + first * step, step, nb, blocks, here, row0 + first, own.data);
     });
@@ -63,12 +63,12 @@ bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, c
   std::vector<char> failed(static_cast<size_t>(panels), 0);
   each(pool, panels, 1, [&](int64_t index) {
     const int64_t row0 = index * most, rows = std::min(most, in.rows - row0);
-    const Scratch own(panel.scratch + 2 * bytes_of_sums(rows) + rows * step + w.at.k * 4 + 64);
+    const Scratch own(panel.scratch + bytes_of_sums(rows) + rows * step + w.at.k * 4 + 64);
     if (!own.data) {
       failed[static_cast<size_t>(index)] = 1;
       return;
     }
-    char* x = own.data + panel.scratch + 2 * bytes_of_sums(rows);
+    char* x = own.data + panel.scratch + bytes_of_sums(rows);
     for (int64_t r = 0; r < rows; r++) panel.row(w, row_of(in, row0 + r, x + rows * step), in.type, x + r * step);
     for (int64_t nb = 0; nb < columns; nb++) panel.run(w, out, x, step, nb, 1, rows, row0, own.data);
   });

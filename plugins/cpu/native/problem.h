@@ -164,7 +164,7 @@ struct Panel {
   int fp8;          // and of 8 bits
   int integers[3];  // for integer codes of 4 bits, of 8, and of 8 in groups of up to 64
   int x_size;       // bytes of a packed column of x
-  int64_t scratch;  // bytes for numbers; 128 more for each row and block of columns, and for each row once more
+  int64_t scratch;  // bytes for numbers; 128 more for each row and block of columns
   void (*row)(const Weight&, const void* x, Type type, void* to);
   // Rows from row0 on, `row_step` bytes apart in x, times `blocks` blocks of columns from nb on.
   void (*run)(const Weight&, const Output&, const void* x, int64_t row_step, int64_t nb, int64_t blocks, int64_t rows,
