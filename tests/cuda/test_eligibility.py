@@ -68,7 +68,7 @@ def test_every_scheme_of_tables_is_served(scheme, dtype):
 
 @pytest.mark.parametrize(
     ("scheme", "reason"),
-    [("wfp4a16-g16", "group size 16 is not a multiple of 32"), ("wnf4a16-g16-e4m3", "group size 16 is not")],
+    [("wfp4afp8-g16", "group size 16 is not a multiple of 32"), ("wnf4a16-g16-e4m3", "group size 16 is not")],
 )
 def test_tables_without_a_kernel_are_refused(scheme, reason):
     assert reason in plugin.qcore_linear(linear(scheme)).reason

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from qcore import DynamicFP8, FormatError, StaticFP8
+from qcore import DynamicFP8, FormatError, LinearRequest, ScaleType, StaticFP8
 from qcore.plugin_api import (
     AnyRequest,
     Conv2dRequest,
@@ -50,7 +50,17 @@ def why_not_device(device: torch.device) -> str:
 
 
 def _why_not_weight(request: AnyRequest) -> str:
-    return why_not_empty(request) or _why_not_encoding(request) or why_not_group(request.weight)
+    group = "" if takes_any_group(request) else why_not_group(request.weight)
+    return why_not_empty(request) or _why_not_encoding(request) or group
+
+
+def takes_any_group(request: AnyRequest) -> bool:
+    """Whether a request is for `any_group`: float activations of a linear layer, and groups that blocks cannot hold."""
+    if not isinstance(request, LinearRequest) or request.activation is not None:
+        return False
+    weight = request.weight
+    even = weight.group_size is not None and weight.group_size % 2 == 0
+    return even and weight.scale is ScaleType.FLOAT and bool(why_not_group(weight))
 
 
 def _why_not_encoding(request: AnyRequest) -> str:

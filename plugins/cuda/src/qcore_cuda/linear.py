@@ -14,6 +14,7 @@ from qcore_triton.codes import numbers_of
 from qcore_triton.packing import PackedKernel, has_units, weight_of
 
 from . import ops
+from .eligibility import takes_any_group
 from .runtime.replay import replays
 
 
@@ -124,8 +125,12 @@ class Int8Linear(_Linear):
             tune_int8(x.reshape(-1, self.k), weight, self.out_dtype)
 
 
-def kernel(request: LinearRequest) -> FloatLinear | Int8Linear | FP8Linear:
+def kernel(request: LinearRequest) -> RowsKernel:
     """The kernel for a request that `eligibility` accepts."""
+    if takes_any_group(request):
+        from .any_group import AnyGroupLinear
+
+        return AnyGroupLinear(request)
     if isinstance(request.activation, (DynamicFP8, StaticFP8)):
         return FP8Linear(request)
     return FloatLinear(request) if request.activation is None else Int8Linear(request)
