@@ -18,7 +18,10 @@ static thread_local TileConfig amx_config;
 static thread_local uint8_t amx_tiles[8][16][64];
 static void amx_configure(const TileConfig& c) { amx_config = c; __builtin_memset(amx_tiles, 0, sizeof amx_tiles); }
 static void amx_release() {}
-template <int T> static void amx_zero() { __builtin_memset(amx_tiles[T], 0, sizeof amx_tiles[T]); }
+template <int T> static void amx_zero() {
+  if (!amx_config.rows[T] || !amx_config.bytes[T]) __builtin_trap();  // as the processor
+  __builtin_memset(amx_tiles[T], 0, sizeof amx_tiles[T]);
+}
 template <int T> static void amx_load(const void* p, int64_t stride) {
   amx_zero<T>();
   for (int i = 0; i < amx_config.rows[T]; i++) __builtin_memcpy(amx_tiles[T][i], (const char*)p + i * stride, amx_config.bytes[T]);

@@ -67,7 +67,8 @@ static void amx_panel(const Weight& w, const Output& out, const void* x, int64_t
         }
         float* y = part ? own : sums + r * COLUMNS;
         if (part && !k) {
-          amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
+          amx_zero<0>(), amx_zero<1>();
+          if (lower) amx_zero<2>(), amx_zero<3>();  // of a tile without rows it is no instruction
         } else {
           amx_load<0>(y, COLUMNS * 4);
           amx_load<1>(y + 16, COLUMNS * 4);

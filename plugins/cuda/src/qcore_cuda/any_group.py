@@ -5,6 +5,8 @@ GGUF's Q6_K has groups of 16, for one. See `kernels.any_group`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,11 +16,12 @@ from qcore.plugin_api import Packed, RowsKernel, check_weight, runs_now
 from qcore_triton.weights import bias_of, check_devices
 
 from .ops import define, device_guard, needs_guard
-from .runtime.device import device_of
 from .runtime.launch import launch
 
-_FEW, _TILES = 8, 128
-"""Rows of x up to which sums stay in registers of threads, and up to which tiles are faster than numbers for torch."""
+_FEW = 4
+"""Rows of x up to which sums stay in registers of threads; more are multiplied by torch, by the weight's numbers."""
+_BYTES = 512
+"""Bytes of a row of codes that a program reads at a time."""
 _WARPS = 4
 
 
@@ -88,47 +91,40 @@ def product(
     bits = 4 if data.shape[1] < k else 8
     whole = data.view(torch.int8) if bits == 8 and table is None else data
     parts = whole, scale, scale if zero is None else zero, scale if table is None else table
-    form = {
+    form: dict[str, Any] = {
         "GROUP": group, "BITS": bits, "TABLE": table is not None, "OFFSET": offset,
         "ZERO": 0 if zero is None else 2 if zero.is_floating_point() else 1,
     }  # fmt: skip
     numbers = n, k, scale.shape[1], data.shape[1]
-    if m > _TILES or (m > _FEW and x.dtype == torch.float32):
-        return _dense(x, parts, bias, form, numbers, out_dtype)
-    from .kernels.any_group import few, tiles
+    each = 1 << (max(1, form["GROUP"] * bits // 8) - 1).bit_length()
+    if m > _FEW:
+        return _dense(x, parts, bias, {**form, "GB": each}, numbers, out_dtype)
+    from .kernels.any_group import few
 
+    rows = 1 << (m - 1).bit_length()
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    tensors, form = (x, *parts, y if bias is None else bias, y), {**form, "HAS_BIAS": bias is not None}
-    if m <= _FEW:
-        rows = 1 << (m - 1).bit_length()
-        x = x if rows == m else F.pad(x, (0, 0, 0, rows - m))
-        out = y if rows == m else y.new_empty((rows, n))
-        bn = 2 if rows <= 2 else 1
-        launch(
-            few, (-(-n // bn),), x, *parts, tensors[5], out, *numbers, x.stride(0), M=rows, **form, BN=bn, BK=512,
-            num_warps=_WARPS,
-        )  # fmt: skip
-        return out[:m]
-    bm, bn = (16, 32) if m <= 16 else (32, 32) if m <= 32 else (64, 64)
+    x = x if rows == m else F.pad(x, (0, 0, 0, rows - m))
+    y = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     launch(
-        tiles, (-(-m // bm), -(-n // bn)), *tensors, m, *numbers, x.stride(0), **form, BM=bm, BN=bn, BK=64,
-        WIDE=device_of(x.device).interpreted, num_warps=_WARPS,
+        few, (-(-n // 4),), x, *parts, y if bias is None else bias, y, *numbers, x.stride(0), M=rows, **form,
+        HAS_BIAS=bias is not None, BN=4, NG=max(1, (_BYTES if rows <= 2 else _BYTES // 2) // each), GB=each,
+        num_warps=_WARPS,
     )  # fmt: skip
-    return y
+    return y[:m]
 
 
 def _dense(
-    x: Tensor, parts: tuple[Tensor, ...], bias: Tensor | None, form: dict[str, object], sizes: tuple[int, ...],
+    x: Tensor, parts: tuple[Tensor, ...], bias: Tensor | None, form: dict[str, Any], sizes: tuple[int, ...],
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The product by torch, on numbers of the weight in the dtype of x."""
     from .kernels.any_group import numbers
 
     n, k, groups, pitch = sizes
+    count = max(1, _BYTES // form["GB"])
     w = torch.empty((n, k), dtype=x.dtype, device=x.device)
     launch(
-        numbers, (-(-n // 16), -(-pitch // 128)), *parts, w, n, k, groups, pitch, **form, BN=16, BK=128,
+        numbers, (-(-n // 8), -(-groups // count)), *parts, w, n, k, groups, pitch, **form, BN=8, NG=count,
         num_warps=_WARPS,
     )  # fmt: skip
     if x.dtype == torch.float32:

@@ -27,6 +27,10 @@ OLDEST = (8, 0)
 """The lowest compute capability whose tensor cores support bfloat16 and int8. AMD GPUs report higher ones."""
 
 
+_LARGEST_GROUP = 512
+"""Of those that no block holds: a program holds whole groups of some rows."""
+
+
 def why_not(request: AnyRequest) -> str:
     """Why a request is refused; empty if it is supported."""
     return why_not_device(request.device) or triton_fault() or _why_not_weight(request) or why_not_dtypes(request)
@@ -59,7 +63,7 @@ def takes_any_group(request: AnyRequest) -> bool:
     if not isinstance(request, LinearRequest) or request.activation is not None:
         return False
     weight = request.weight
-    even = weight.group_size is not None and weight.group_size % 2 == 0
+    even = weight.group_size is not None and weight.group_size % 2 == 0 and weight.group_size <= _LARGEST_GROUP
     return even and weight.scale is ScaleType.FLOAT and bool(why_not_group(weight))
 
 

@@ -5,7 +5,6 @@ in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring 
 byte lie in one group, which is why its size has to be even. Everything is computed in float32.
 """
 
-# ruff: noqa: N803 - constexprs are upper case, as in Triton's own code
 from __future__ import annotations
 
 import triton
@@ -13,115 +12,92 @@ import triton.language as tl
 
 
 @triton.jit
-def _number(code, table, TABLE: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What codes stand for, before scale and zero point."""
-    if TABLE:
-        return tl.load(table + code.to(tl.int32))
-    return code.to(tl.float32) - OFFSET
+def _numbers(
+    code, rows, present, group, inside, scale, zero, table, groups,
+    TABLE: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """The numbers of codes ``(BN, NG, GB)`` in groups ``group`` ``(NG,)``, of which a scale is read once for GB codes.
 
-
-@triton.jit
-def _scaled(number, at, scale, zero, inside, ZERO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of codes times their scale; ZERO: 0 none, 1 of an integer, 2 of a float, added after the scale."""
-    s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    ZERO: zero points, 0 none, 1 of an integer, 2 of a float, added after the scale. 0 where codes are not ``inside``.
+    """
+    at = rows[:, None] * groups + group[None, :]
+    there = present[:, None] & (group < groups)[None, :]
+    s = tl.load(scale + at, mask=there, other=0.0).to(tl.float32)[:, :, None]
+    number = tl.load(table + code.to(tl.int32)) if TABLE else code.to(tl.float32) - OFFSET
     if ZERO == 1:
-        return (number - tl.load(zero + at, mask=inside, other=0).to(tl.float32)) * s
+        number -= tl.load(zero + at, mask=there, other=0).to(tl.float32)[:, :, None]
+    number *= s
     if ZERO == 2:
-        return number * s + tl.load(zero + at, mask=inside, other=0.0).to(tl.float32)
-    return number * s
+        number += tl.load(zero + at, mask=there, other=0.0).to(tl.float32)[:, :, None]
+    return tl.where(inside, number, 0.0)
 
 
 @triton.jit
-def few(  # type: ignore[no-untyped-def]
+def few(
     x, data, scale, zero, table, bias, y, n, k, groups, pitch, x_pitch,
     M: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr,
-    ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, NG: tl.constexpr, GB: tl.constexpr,
 ):  # fmt: skip
-    """M rows of x, 1 to 8, times BN rows of the weight: products in float32, summed over a program's threads at the end."""
+    """M rows of x, 1, 2 or 4, times BN rows of the weight: products in float32, summed over a program's threads at the end.
+
+    A step takes NG groups, of each of which GB bytes, a power of two, hold ``GROUP * BITS / 8``.
+    """
+    PER: tl.constexpr = 8 // BITS
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     present = rows < n
-    lanes = tl.arange(0, BK)
-    sums = tl.zeros((M, BN, BK), tl.float32)
-    each = tl.arange(0, M)
-    for start in range(0, k, BK * 8 // BITS):
-        # 1. BK bytes of each row of the weight, and the scales of their groups.
-        column = start + lanes * (8 // BITS)
-        inside = present[:, None] & (column < k)[None, :]
-        code = tl.load(data + rows[:, None] * pitch + (start * BITS // 8 + lanes)[None, :], mask=inside, other=0)
-        at = rows[:, None] * groups + (column // GROUP)[None, :]
+    byte = tl.arange(0, GB)[None, :]
+    each = tl.arange(0, M)[:, None]
+    sums = tl.zeros((M, BN, NG * GB), tl.float32)
+    for start in range(0, groups, NG):
+        # 1. The bytes of some groups of each row of the weight, and their scales.
+        group = start + tl.arange(0, NG)
+        column = group[:, None] * GROUP + byte * PER
+        here = (byte * PER < GROUP) & (column < k)
+        inside = present[:, None, None] & here[None, :, :]
+        at = rows[:, None, None] * pitch + (group[:, None] * (GROUP // PER) + byte)[None, :, :]
+        code = tl.load(data + at, mask=inside, other=0)
         low = code if BITS == 8 else code & 15
-        w = _scaled(_number(low, table, TABLE, OFFSET), at, scale, zero, inside, ZERO)
+        w = _numbers(low, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
         # 2. Their products with the columns of all rows of x.
-        here = each[:, None] * x_pitch + column[None, :]
-        v = tl.load(x + here, mask=(column < k)[None, :], other=0.0).to(tl.float32)
-        sums += tl.where(inside, w, 0.0)[None, :, :] * v[:, None, :]
+        columns = tl.reshape(column, [1, NG * GB])
+        v = tl.load(x + each * x_pitch + columns, mask=tl.reshape(here, [1, NG * GB]), other=0.0).to(tl.float32)
+        sums += tl.reshape(w, [1, BN, NG * GB]) * v[:, None, :]
         if BITS == 4:
-            w = _scaled(_number(code >> 4, table, TABLE, OFFSET), at, scale, zero, inside, ZERO)
-            second = (column + 1 < k)[None, :]
-            v = tl.load(x + here + 1, mask=second, other=0.0).to(tl.float32)
-            sums += tl.where(inside & second, w, 0.0)[None, :, :] * v[:, None, :]
+            second = here & (column + 1 < k)
+            inside = present[:, None, None] & second[None, :, :]
+            w = _numbers(code >> 4, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
+            v = tl.load(x + each * x_pitch + columns + 1, mask=tl.reshape(second, [1, NG * GB]), other=0.0)
+            sums += tl.reshape(w, [1, BN, NG * GB]) * v.to(tl.float32)[:, None, :]
     total = tl.sum(sums, 2)
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=present, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + each[:, None] * n + rows[None, :], total.to(y.dtype.element_ty), mask=present[None, :])
+    tl.store(y + each * n + rows[None, :], total.to(y.dtype.element_ty), mask=present[None, :])
 
 
 @triton.jit
-def tiles(  # type: ignore[no-untyped-def]
-    x, data, scale, zero, table, bias, y, m, n, k, groups, pitch, x_pitch,
-    GROUP: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """BM rows of 16-bit x times BN rows of the weight, whose numbers are rounded to the dtype of x, on tensor cores.
-
-    WIDE: float32 products, for Triton's interpreter, which has none of bfloat16.
-    """
-    DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    tokens = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    rows = (tl.program_id(1) * BN + tl.arange(0, BN)).to(tl.int64)
-    present, wanted = rows < n, tokens < m
-    lanes = tl.arange(0, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, k, BK * 8 // BITS):
-        column = start + lanes * (8 // BITS)
-        inside = present[:, None] & (column < k)[None, :]
-        code = tl.load(data + rows[:, None] * pitch + (start * BITS // 8 + lanes)[None, :], mask=inside, other=0)
-        at = rows[:, None] * groups + (column // GROUP)[None, :]
-        low = code if BITS == 8 else code & 15
-        w = _scaled(_number(low, table, TABLE, OFFSET), at, scale, zero, inside, ZERO)
-        here = x + tokens[:, None] * x_pitch + column[None, :]
-        v = tl.load(here, mask=wanted[:, None] & (column < k)[None, :], other=0.0).to(DT)
-        acc = tl.dot(v, tl.trans(tl.where(inside, w, 0.0).to(DT)), acc)
-        if BITS == 4:  # even columns first, then odd ones: no shuffles between both halves of a byte
-            w = _scaled(_number(code >> 4, table, TABLE, OFFSET), at, scale, zero, inside, ZERO)
-            second = (column + 1 < k)[None, :]
-            v = tl.load(here + 1, mask=wanted[:, None] & second, other=0.0).to(DT)
-            acc = tl.dot(v, tl.trans(tl.where(inside & second, w, 0.0).to(DT)), acc)
-    if HAS_BIAS:
-        acc += tl.load(bias + rows, mask=present, other=0.0).to(tl.float32)[None, :]
-    inside = wanted[:, None] & present[None, :]
-    tl.store(y + tokens[:, None] * n + rows[None, :], acc.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def numbers(  # type: ignore[no-untyped-def]
+def numbers(
     data, scale, zero, table, y, n, k, groups, pitch,
     GROUP: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NG: tl.constexpr, GB: tl.constexpr,
 ):  # fmt: skip
-    """The weight ``(N, K)`` as numbers, rounded once to the dtype of y."""
+    """The weight ``(N, K)`` as numbers, rounded once to the dtype of y; a program makes those of NG groups of BN rows."""
+    PER: tl.constexpr = 8 // BITS
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    byte = tl.program_id(1) * BK + tl.arange(0, BK)
-    column = byte * (8 // BITS)
-    inside = (rows < n)[:, None] & (column < k)[None, :]
-    code = tl.load(data + rows[:, None] * pitch + byte[None, :], mask=inside, other=0)
-    at = rows[:, None] * groups + (column // GROUP)[None, :]
+    present = rows < n
+    group, byte = tl.program_id(1) * NG + tl.arange(0, NG), tl.arange(0, GB)[None, :]
+    column = group[:, None] * GROUP + byte * PER
+    inside = present[:, None, None] & ((byte * PER < GROUP) & (column < k))[None, :, :]
+    at = rows[:, None, None] * pitch + (group[:, None] * (GROUP // PER) + byte)[None, :, :]
+    code = tl.load(data + at, mask=inside, other=0)
     low = code if BITS == 8 else code & 15
-    w = _scaled(_number(low, table, TABLE, OFFSET), at, scale, zero, inside, ZERO).to(y.dtype.element_ty)
+    w = _numbers(low, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
+    w = w.to(y.dtype.element_ty)
     if BITS == 8:
-        tl.store(y + rows[:, None] * k + column[None, :], w, mask=inside)
+        tl.store(y + rows[:, None, None] * k + column[None, :, :], w, mask=inside)
     else:
-        high = _scaled(_number(code >> 4, table, TABLE, OFFSET), at, scale, zero, inside, ZERO).to(y.dtype.element_ty)
-        both = tl.interleave(w, high)
-        columns = tl.program_id(1) * 2 * BK + tl.arange(0, 2 * BK)
-        tl.store(y + rows[:, None] * k + columns[None, :], both, mask=(rows < n)[:, None] & (columns < k)[None, :])
+        high = _numbers(code >> 4, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
+        both = tl.interleave(w, high.to(y.dtype.element_ty))
+        inner = tl.arange(0, 2 * GB)[None, :]
+        column = group[:, None] * GROUP + inner
+        inside = present[:, None, None] & ((inner < GROUP) & (column < k))[None, :, :]
+        tl.store(y + rows[:, None, None] * k + column[None, :, :], both, mask=inside)
