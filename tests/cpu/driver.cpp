@@ -66,7 +66,7 @@ int main(int, char** argv) {
     image.width = number();
     // Of planes (channels, lines, width). 0: x is (lines, width, channels), as for -1: one channel in each group.
     const int64_t groups = number();
-    in.scale = static_cast<float>(number()) / 1000.0f;
+    in.scale = static_cast<float>(number()) / 1000.0f;  // comes as a whole number
     if (groups) image.groups = groups < 0 ? image.channels : groups;
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    files = dict.fromkeys(("isa_generic", "isa_neon", "core", "conv", "fp8", "panels", "planes", "transpose", "dispatch"), ())
+    files = dict.fromkeys(
+        ("isa_generic", "isa_neon", "core", "conv", "fp8", "panels", "planes", "transpose", "dispatch"), ()
+    )
     files["isa_neondot"] = ("-march=armv8.2-a+dotprod",)
     files["isa_neoni8mm"] = ("-march=armv8.2-a+dotprod+i8mm",)
     return cpu_driver.build(tmp_path_factory.mktemp("arm"), COMPILER, files)

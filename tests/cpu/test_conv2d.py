@@ -49,15 +49,19 @@ def test_windows_that_share_their_scale_and_others(channels, geometry, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-asym", "w8a8-aasym", "w4a8-g32-aasym", "w8a8-static(0.02,5)", "w8a8-g16-fzp"])
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", "w4a8-asym", "w8a8-aasym", "w4a8-g32-aasym", "w8a8-static(0.02,5)", "w8a8-g16-fzp"]
+)
 @pytest.mark.parametrize(("channels", "outputs", "groups", "geometry"), [
     (40, 40, 40, {"kernel_size": 3, "padding": 1}), (40, 80, 40, {"kernel_size": 5, "padding": (0, 2), "stride": 2}),
-    (7, 7, 7, {"kernel_size": (23, 24), "padding": 16}), (6, 15, 3, {"kernel_size": (2, 5), "padding": (3, 2), "stride": (2, 3)}),
-    (32, 36, 4, {"kernel_size": 3, "padding": 2, "dilation": (2, 1)}), (3, 33, 1, {"kernel_size": 7, "padding": 3, "stride": 5}),
-    (64, 5, 1, {"kernel_size": 1}), (64, 32, 8, {"kernel_size": 1, "stride": 3}), (2, 2, 2, {"kernel_size": (1, 3), "padding": (2, 9)}),
+    (7, 7, 7, {"kernel_size": (23, 24), "padding": 16}), (64, 5, 1, {"kernel_size": 1}),
+    (6, 15, 3, {"kernel_size": (2, 5), "padding": (3, 2), "stride": (2, 3)}),
+    (32, 36, 4, {"kernel_size": 3, "padding": 2, "dilation": (2, 1)}),
+    (3, 33, 1, {"kernel_size": 7, "padding": 3, "stride": 5}), (64, 32, 8, {"kernel_size": 1, "stride": 3}),
+    (2, 2, 2, {"kernel_size": (1, 3), "padding": (2, 9)}),
 ])  # fmt: skip
 def test_few_channels_give_what_linear_layers_give(channels, outputs, groups, geometry, scheme, dtype):
-    """Each channel group is a linear layer on its windows, of which some hold NaN, Inf, zeros and numbers that rule others."""
+    """Each channel group is a linear layer on its windows, of which some hold NaN, Inf, zeros and large numbers."""
     torch.manual_seed(0)
     conv = nn.Conv2d(channels, outputs, groups=groups, **geometry).to(dtype)
     x = torch.randn(2, channels, 9, 17).to(dtype)
@@ -73,7 +77,9 @@ def test_few_channels_give_what_linear_layers_give(channels, outputs, groups, ge
         windows = windows_of(x[:, g * channels // groups : (g + 1) * channels // groups], part)
         expected.append(qcore.nn.QuantizedLinear.from_float(linear_of(part), scheme)(windows))
     found, expected = layer(x), torch.cat(expected, -1).permute(0, 3, 1, 2)
-    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]  # a code next to a tie, a last bit
+    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[
+        dtype
+    ]  # a code next to a tie, a last bit
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
     last = layer(x.contiguous(memory_format=torch.channels_last))
     torch.testing.assert_close(last, found, rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,9 @@ def test_layers_on_a_cpu_take_it():
     model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 96), torch.nn.Linear(96, 8)).bfloat16()
     report = qcore.quantize_(model, {"0": "w8a16", "1": "w4a16-g32", "2": "w8a8"})
     assert report.kernels() == {"cpu.embedding": 1, "cpu.linear": 2}
-    conv = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.Conv2d(32, 32, 3, groups=32), torch.nn.Conv2d(32, 64, 1))
+    conv = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3), torch.nn.Conv2d(32, 32, 3, groups=32), torch.nn.Conv2d(32, 64, 1)
+    )
     assert qcore.quantize_(conv, "w8a8").kernels() == {"cpu.conv2d": 3}
 
 
@@ -25,7 +27,11 @@ def test_layers_on_a_cpu_take_it():
     ("model", "scheme", "reason"),
     [
         (torch.nn.Conv2d(16, 16, 3), "wfp8afp8", "convolutions with fp8 activations have no CPU kernel"),
-        (torch.nn.Conv2d(64, 16, 3, groups=16), "w8a16", "4 input and 1 output channels in each of 16 groups leave most"),
+        (
+            torch.nn.Conv2d(64, 16, 3, groups=16),
+            "w8a16",
+            "4 input and 1 output channels in each of 16 groups leave most",
+        ),
     ],
 )
 def test_what_is_refused_says_why(model, scheme, reason):

@@ -28,7 +28,7 @@ SHAPES = ((1, 77, 20), (3, 300, 33), (13, 576, 64), (26, 1040, 96))
 def results() -> dict[str, torch.Tensor]:
     """Results of int8 activations (and of float zero points), for tails of every kind."""
     import qcore
-    from qcore.nn import QuantizedConv2d, QuantizedLinear
+    from qcore.nn import QuantizedLinear
 
     made = {}
     for scheme in SCHEMES:
@@ -49,7 +49,6 @@ def results() -> dict[str, torch.Tensor]:
 
 def convolutions() -> dict[str, torch.Tensor]:
     """Results of convolutions of many channels, of groups of few, and of one in each group."""
-    import qcore
     from qcore.nn import QuantizedConv2d
 
     made = {}

@@ -63,7 +63,11 @@ def fp8(shapes=((1, 77, 33), (33, 200, 40), (70, 576, 96))):
             for dtype in DTYPES:
                 x = (torch.randn(rows, k, generator=generator) + 0.3).to(dtype)
                 group = parsed.activation.group or 0
-                yield _input(layout, packed, mode, x, given=(0.0, group)), _expected(layout, packed, mode, x, (0.0, group)), False
+                yield (
+                    _input(layout, packed, mode, x, given=(0.0, group)),
+                    _expected(layout, packed, mode, x, (0.0, group)),
+                    False,
+                )
 
 
 def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32))):
@@ -152,9 +156,17 @@ def _expected_image(layout, packed, mode, x, groups=0):
 
 
 def check(
-    command: Sequence[str], isa: str, folder: Path, made: list[tuple[bytes, torch.Tensor, bool]], *, summed: bool = False
+    command: Sequence[str],
+    isa: str,
+    folder: Path,
+    made: list[tuple[bytes, torch.Tensor, bool]],
+    *,
+    summed: bool = False,
 ) -> None:
-    """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits, unless ``summed``."""
+    """Run the driver (behind an emulator, say) for an instruction set: it must give the same bits.
+
+    ``summed``: sums may have another order.
+    """
     from qcore_cpu import native
 
     given, written = folder / "in", folder / "out"
@@ -167,8 +179,7 @@ def check(
         size = expected.numel() * expected.element_size()
         raw = torch.frombuffer(bytearray(results[at : at + size]), dtype=expected.dtype).view(expected.shape)
         at += size
-        # Float x does not become digits everywhere: here it may meet codes as bfloat16, and with AVX2 alone as float32. Codes
-        # of fp8 may be summed in another order.
+        # Float x does not become digits everywhere: here it may meet codes as bfloat16, and with AVX2 alone as float32.
         rounded = not exact and (native.isa() == "avx2" or summed)
         tolerance = 0.02 if expected.dtype == torch.bfloat16 else 4e-3 if rounded else 0
         assert torch.allclose(raw.float(), expected.float(), rtol=tolerance, atol=tolerance)

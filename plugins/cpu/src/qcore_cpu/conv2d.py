@@ -91,7 +91,9 @@ class CpuConv2d(Kernel):
 
 
 class CpuPlaneConv2d(CpuConv2d):
-    """The same for few channels in a group: images are read as planes, in torch's default format, or as they are if depthwise.
+    """The same for few channels in a group: images are read as planes, in torch's default format.
+
+    Depthwise, they are read as they are in either format.
 
     Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
     """
@@ -131,10 +133,9 @@ def _channels_first(x: Tensor) -> Tensor:
 
 
 def _is_quick(x: Tensor, *, last: bool = False) -> bool:
-    """Whether images have their channels first (or ``last``), and `ops.transposed` may copy them: torch takes 2 to 12 times
-    as long.
+    """Whether images have their channels first (or ``last``), and `ops.transposed` may copy them.
 
-    Not in a graph, whose compiler fuses copies.
+    Torch takes 2 to 12 times as long. Not in a graph, whose compiler fuses copies.
     """
     formats = (torch.contiguous_format, torch.channels_last)
     own, other = (x.is_contiguous(memory_format=form) for form in (formats[::-1] if last else formats))

@@ -52,7 +52,10 @@ class Mode(enum.IntEnum):
 
 
 def numbers_of(activation: Activation | None) -> tuple[float, int]:
-    """Scale and zero point as the library's ops take them; of a dynamic fp8 activation 0 and its group, 0 for all of K."""
+    """Scale and zero point as the library's ops take them.
+
+    Of a dynamic fp8 activation 0 and its group, which is 0 for all of K.
+    """
     if isinstance(activation, DynamicFP8):
         return 0.0, activation.group or 0
     scale, zero = given_numbers(activation)

@@ -1,11 +1,10 @@
 """The kernel of the contract ``linear`` for groups that no other one packs: ``cuda.w4a16_any``, ``cuda.w8a16_any``, ...
 
-GGUF's Q6_K has groups of 16, for one. See `kernels.any_group`.
+GGUF's Q6_K has groups of 16, for one. The weight becomes numbers in one launch, see `kernels.any_group`, which torch
+multiplies.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +15,18 @@ from qcore.plugin_api import Packed, RowsKernel, check_weight, runs_now
 from qcore_triton.weights import bias_of, check_devices
 
 from .ops import define, device_guard, needs_guard
+from .products.dense import product_of
 from .runtime.launch import launch
 
-_FEW = 4
-"""Rows of x up to which sums stay in registers of threads; more are multiplied by torch, by the weight's numbers."""
-_BYTES = 512
-"""Bytes of a row of codes that a program reads at a time."""
-_WARPS = 4
+_ROWS, _BYTES = 8, 512
+"""Rows of the weight that a program decodes, and bytes of each of them."""
 
 
 class AnyGroupLinear(RowsKernel):
     """``y = x @ W^T + bias``, accumulated in float32, rounded once to ``out_dtype``.
 
-    Packed: ``data`` uint8 ``(N, ceil(K / 2))`` or ``(N, K)``; ``scale`` ``(N, G)``; ``zero`` int8, or of the scale's dtype,
-    ``(N, G)``; ``table``: float32 numbers of all codes, if they are no integers.
+    Packed: ``data`` uint8 ``(N, ceil(K / 2))`` or ``(N, K)``; ``scale`` ``(N, G)``; ``zero`` int8, or of the scale's
+    dtype, ``(N, G)``; ``table``: float32 numbers of all codes, if they are no integers.
     """
 
     def __init__(self, request: LinearRequest) -> None:
@@ -82,57 +79,26 @@ def product(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None,
     n: int, k: int, group: int, offset: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """x ``(M, K)`` of any strides, M at least 1, to ``(M, N)``; the weight as in `AnyGroupLinear`."""
+    """X ``(M, K)`` of any strides, M at least 1, to ``(M, N)``; the weight as in `AnyGroupLinear`."""
     check_devices(x, data, {"bias": bias})
     if needs_guard(x):
         with device_guard(x):
             return product(x, data, scale, zero, table, bias, n, k, group, offset, out_dtype)
-    m, bias = x.shape[0], bias_of(bias, n)
-    bits = 4 if data.shape[1] < k else 8
-    whole = data.view(torch.int8) if bits == 8 and table is None else data
-    parts = whole, scale, scale if zero is None else zero, scale if table is None else table
-    form: dict[str, Any] = {
-        "GROUP": group, "BITS": bits, "TABLE": table is not None, "OFFSET": offset,
-        "ZERO": 0 if zero is None else 2 if zero.is_floating_point() else 1,
-    }  # fmt: skip
-    numbers = n, k, scale.shape[1], data.shape[1]
-    each = 1 << (max(1, form["GROUP"] * bits // 8) - 1).bit_length()
-    if m > _FEW:
-        return _dense(x, parts, bias, {**form, "GB": each}, numbers, out_dtype)
-    from .kernels.any_group import few
-
-    rows = 1 << (m - 1).bit_length()
-    x = x if x.stride(1) == 1 else x.contiguous()
-    x = x if rows == m else F.pad(x, (0, 0, 0, rows - m))
-    y = torch.empty((rows, n), dtype=out_dtype, device=x.device)
-    launch(
-        few, (-(-n // 4),), x, *parts, y if bias is None else bias, y, *numbers, x.stride(0), M=rows, **form,
-        HAS_BIAS=bias is not None, BN=4, NG=max(1, (_BYTES if rows <= 2 else _BYTES // 2) // each), GB=each,
-        num_warps=_WARPS,
-    )  # fmt: skip
-    return y[:m]
-
-
-def _dense(
-    x: Tensor, parts: tuple[Tensor, ...], bias: Tensor | None, form: dict[str, Any], sizes: tuple[int, ...],
-    out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """The product by torch, on numbers of the weight in the dtype of x."""
     from .kernels.any_group import numbers
 
-    n, k, groups, pitch = sizes
-    count = max(1, _BYTES // form["GB"])
+    bias, bits = bias_of(bias, n), 4 if data.shape[1] < k else 8
+    whole = data.view(torch.int8) if bits == 8 and table is None else data
+    parts = whole, scale, scale if zero is None else zero, scale if table is None else table
+    groups, each = scale.shape[1], 1 << (max(1, group * bits // 8) - 1).bit_length()
+    count = max(1, _BYTES // each)
     w = torch.empty((n, k), dtype=x.dtype, device=x.device)
     launch(
-        numbers, (-(-n // 8), -(-groups // count)), *parts, w, n, k, groups, pitch, **form, BN=8, NG=count,
-        num_warps=_WARPS,
+        numbers, (-(-n // _ROWS), -(-groups // count)), *parts, w, n, k, groups, data.shape[1],
+        GROUP=group, BITS=bits, TABLE=table is not None, OFFSET=offset,
+        ZERO=0 if zero is None else 2 if zero.is_floating_point() else 1,
+        BN=_ROWS, NG=count, GB=each, num_warps=4,
     )  # fmt: skip
-    if x.dtype == torch.float32:
-        return F.linear(x, w, None if bias is None else bias.float()).to(out_dtype)
-    if (bias is None or bias.dtype == x.dtype) and out_dtype == x.dtype:
-        return F.linear(x, w, bias)
-    y = torch.mm(x, w.t(), out_dtype=torch.float32)
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+    return product_of(x, w, bias, out_dtype)
 
 
 def _fake(
@@ -144,8 +110,8 @@ def _fake(
 
 
 _op = define(
-    "linear_any(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? table, Tensor? bias, int n, int k, int group, "
-    "int offset, ScalarType out_dtype) -> Tensor",
+    "linear_any(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? table, Tensor? bias, int n, int k, "
+    "int group, int offset, ScalarType out_dtype) -> Tensor",
     product,
     _fake,
 )

@@ -1,8 +1,8 @@
-"""Weights in groups of any even size: int4 pairs, int8, fp8 and 4-bit tables, row by row. Float activations.
+"""Weights in groups of any even size as numbers: int4, int8, fp8 and 4-bit tables, row by row.
 
-A row of codes lies as in PLAIN: one byte a code, or the code of an even column in the low nibble and that of the next one
-in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring threads read neighbours. Both columns of a
-byte lie in one group, which is why its size has to be even. Everything is computed in float32.
+A row of codes lies as in PLAIN: one byte a code, or the code of an even column in the low nibble and that of the next
+one in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring threads read neighbours. Both columns
+of a byte lie in one group, which is why its size has to be even. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -33,54 +33,15 @@ def _numbers(
 
 
 @triton.jit
-def few(
-    x, data, scale, zero, table, bias, y, n, k, groups, pitch, x_pitch,
-    M: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr,
-    ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, BN: tl.constexpr, NG: tl.constexpr, GB: tl.constexpr,
-):  # fmt: skip
-    """M rows of x, 1, 2 or 4, times BN rows of the weight: products in float32, summed over a program's threads at the end.
-
-    A step takes NG groups, of each of which GB bytes, a power of two, hold ``GROUP * BITS / 8``.
-    """
-    PER: tl.constexpr = 8 // BITS
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    present = rows < n
-    byte = tl.arange(0, GB)[None, :]
-    each = tl.arange(0, M)[:, None]
-    sums = tl.zeros((M, BN, NG * GB), tl.float32)
-    for start in range(0, groups, NG):
-        # 1. The bytes of some groups of each row of the weight, and their scales.
-        group = start + tl.arange(0, NG)
-        column = group[:, None] * GROUP + byte * PER
-        here = (byte * PER < GROUP) & (column < k)
-        inside = present[:, None, None] & here[None, :, :]
-        at = rows[:, None, None] * pitch + (group[:, None] * (GROUP // PER) + byte)[None, :, :]
-        code = tl.load(data + at, mask=inside, other=0)
-        low = code if BITS == 8 else code & 15
-        w = _numbers(low, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
-        # 2. Their products with the columns of all rows of x.
-        columns = tl.reshape(column, [1, NG * GB])
-        v = tl.load(x + each * x_pitch + columns, mask=tl.reshape(here, [1, NG * GB]), other=0.0).to(tl.float32)
-        sums += tl.reshape(w, [1, BN, NG * GB]) * v[:, None, :]
-        if BITS == 4:
-            second = here & (column + 1 < k)
-            inside = present[:, None, None] & second[None, :, :]
-            w = _numbers(code >> 4, rows, present, group, inside, scale, zero, table, groups, TABLE, OFFSET, ZERO)
-            v = tl.load(x + each * x_pitch + columns + 1, mask=tl.reshape(second, [1, NG * GB]), other=0.0)
-            sums += tl.reshape(w, [1, BN, NG * GB]) * v.to(tl.float32)[:, None, :]
-    total = tl.sum(sums, 2)
-    if HAS_BIAS:
-        total += tl.load(bias + rows, mask=present, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + each * n + rows[None, :], total.to(y.dtype.element_ty), mask=present[None, :])
-
-
-@triton.jit
 def numbers(
     data, scale, zero, table, y, n, k, groups, pitch,
     GROUP: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
     BN: tl.constexpr, NG: tl.constexpr, GB: tl.constexpr,
 ):  # fmt: skip
-    """The weight ``(N, K)`` as numbers, rounded once to the dtype of y; a program makes those of NG groups of BN rows."""
+    """The weight ``(N, K)`` as numbers, rounded once to the dtype of y: NG groups of BN rows a program.
+
+    GB bytes, a power of two, hold the ``GROUP * BITS / 8`` of a group.
+    """
     PER: tl.constexpr = 8 // BITS
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     present = rows < n

@@ -31,6 +31,16 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
     return host.dense(launch, weight, dtype, num_warps=4)
 
 
+def product_of(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``x @ w^T + bias`` by torch, x ``(M, K)`` and w ``(N, K)`` of one dtype; rounded once to ``out_dtype``."""
+    if x.dtype == torch.float32:
+        return F.linear(x, w, None if bias is None else bias.float()).to(out_dtype)
+    if (bias is None or bias.dtype == x.dtype) and out_dtype == x.dtype:
+        return F.linear(x, w, bias)
+    y = torch.mm(x, w.t(), out_dtype=torch.float32)
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
 class Dense(FloatProduct[Whole]):
     """See `qcore_triton.kernels.dequant`."""
 
@@ -58,12 +68,7 @@ class Dense(FloatProduct[Whole]):
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Whole
     ) -> Tensor:
         del device, config
-        w = dequantized(weight, x.dtype)
-        if x.dtype == torch.float32:
-            return F.linear(x, w, None if bias is None else bias.float()).to(problem.out_dtype)
-        if bias is None or bias.dtype == x.dtype:
-            return F.linear(x, w, bias)
-        return (torch.mm(x, w.t(), out_dtype=torch.float32) + bias.float()).to(problem.out_dtype)
+        return product_of(x, dequantized(weight, x.dtype), bias, problem.out_dtype)
 
 
 def _alone(problem: GemmProblem) -> bool:
