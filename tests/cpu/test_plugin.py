@@ -30,7 +30,7 @@ def test_layers_on_a_cpu_take_it():
         (
             torch.nn.Conv2d(64, 16, 3, groups=16),
             "w8a16",
-            "4 input and 1 output channels in each of 16 groups leave most",
+            "4 input and 1 output channels in each of 16 groups leave some",
         ),
     ],
 )

@@ -7,8 +7,9 @@ from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
 from .kinds import Kind, Mode, kind_of
 
-_FEWEST_OUTPUTS = 8
-"""Output channels of a group, for float x: fewer would leave most of 32 columns empty."""
+_FEWEST_OUTPUTS = 32
+"""Output channels of one of several groups, for float x: fewer leave some of 32 columns empty, and took 1.5 to 9 times
+as long as torch's float layer, torch ops 1.2 times (benchmarks/results/2026-11-28-cpu-planes.md)."""
 _FEWEST_INPUTS = 4
 """Input channels of a group, for float x: gathering fewer took two to four times as long as torch ops
 (benchmarks/cpu_rank.py)."""
@@ -48,7 +49,7 @@ def _why_not_size(request: AnyRequest) -> str:
     if inputs < _FEWEST_INPUTS:
         return f"{_few(request)} take longer to gather than to multiply; torch ops run this layer."
     if request.groups > 1 and outputs < _FEWEST_OUTPUTS:
-        return f"{_few(request)} leave most of a block of 32 empty; torch ops run this layer."
+        return f"{_few(request)} leave some of a block of 32 empty; torch ops run this layer."
     return ""
 
 
@@ -62,7 +63,8 @@ def takes_planes(request: Conv2dRequest) -> bool:
     if request.activation is None:
         return inputs == 1 and outputs < _MANY_OUTPUTS and _taps(request) <= _MOST_TAPS
     if min(inputs, outputs) < 16:
-        return True
+        # Planes of many results would be turned round for images in channels-last order; see `takes_planes_first`.
+        return not (request.groups == 1 and outputs > 32 * inputs and _has_windows(request, inputs))
     if _has_windows(request, inputs):
         return request.groups > 1 and outputs < 32
     return _taps(request) > 1 and outputs < 64

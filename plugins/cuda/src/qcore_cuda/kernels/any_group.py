@@ -1,8 +1,8 @@
 """Weights in groups of any even size as numbers: int4, int8, fp8 and 4-bit tables, row by row.
 
 A row of codes lies as in PLAIN: one byte a code, or the code of an even column in the low nibble and that of the next
-one in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring threads read neighbours. Both columns
-of a byte lie in one group, which is why its size has to be even. Everything is computed in float32.
+one in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring threads read neighbours. Both
+columns of a byte lie in one group, which is why its size has to be even. Everything is computed in float32.
 """
 
 from __future__ import annotations
