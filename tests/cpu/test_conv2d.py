@@ -77,9 +77,8 @@ def test_few_channels_give_what_linear_layers_give(channels, outputs, groups, ge
         windows = windows_of(x[:, g * channels // groups : (g + 1) * channels // groups], part)
         expected.append(qcore.nn.QuantizedLinear.from_float(linear_of(part), scheme)(windows))
     found, expected = layer(x), torch.cat(expected, -1).permute(0, 3, 1, 2)
-    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[
-        dtype
-    ]  # a code next to a tie, a last bit
+    # A code next to a tie, a last bit.
+    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
     last = layer(x.contiguous(memory_format=torch.channels_last))
     torch.testing.assert_close(last, found, rtol=0, atol=0, equal_nan=True)

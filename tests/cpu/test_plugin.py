@@ -41,6 +41,14 @@ def test_what_is_refused_says_why(model, scheme, reason):
     assert reason in str(holder[0].decision)
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-aasym", "w8a8-g16"])
+def test_every_convolution_of_int8_activations_is_served(scheme):
+    for inputs, outputs, groups in ((64, 64, 4), (72, 64, 4), (128, 64, 4), (3, 5, 1), (64, 128, 32)):
+        for kernel in (1, 3):
+            layer = torch.nn.Sequential(torch.nn.Conv2d(inputs, outputs, kernel, groups=groups))
+            assert qcore.quantize_(layer, scheme).kernels() == {"cpu.conv2d": 1}
+
+
 def test_float64_is_left_to_torch():
     parsed = qcore.Scheme.parse("w8a16")
     double = torch.float64

@@ -19,7 +19,9 @@ SCHEMES = (
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 77), (3, 3, 200), (8, 17, 90), (20, 33, 161), (140, 40, 64)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 20, 77), (3, 3, 200), (8, 17, 90), (2, 5, 9), (3, 8, 65), (20, 33, 161), (140, 40, 64)]
+)
 def test_products_are_right(interpreter, scheme, m, n, k, dtype):
     case = problem(scheme, m, n, k, dtype, "same" if m > 2 else "none")
     assert takes_any_group(case.request)

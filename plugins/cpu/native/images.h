@@ -4,7 +4,7 @@
 
 namespace qcore_cpu {
 
-// Images (batch, height, width, channels), contiguous, and a convolution.
+// Images, (batch, height, width, channels) or (batch, channels, height, width), contiguous, and a convolution.
 struct Image {
   int64_t batch, height, width, channels, groups;
   int64_t kh, kw, sh, sw, ph, pw, dh, dw;  // kernel, stride, padding, dilation
@@ -40,7 +40,7 @@ struct Planes {
 };
 
 // Memory for their codes: largest magnitudes [channel] and [phases][plane], of pixels and of those above each other; words
-// [packed / 4][positions], sums of codes [folds][positions], steps [positions], and results [MOST_PLANE_ROWS][positions].
+// [packed / 4][positions], sums of codes [folds][positions], scales and zero points [positions], and results [MOST_PLANE_ROWS][positions].
 struct PlaneCodes {
   int32_t *pixels, *stacks, *words, *sums;
   float* scales;

@@ -190,6 +190,11 @@ Tensor conv2d_op(Arguments& a) {
   const int64_t oh = image.out_height(), ow = image.out_width();
   check(x.size(PLANES ? 1 : 3) == channels, "x has another number of channels");
   check(oh > 0 && ow > 0, "the image is smaller than the kernel");
+  if (RUN == convolve_channels) {
+    check(n == channels && groups == channels && channels >= FEWEST_CHANNELS, "only depthwise convolutions have channels as lanes");
+    check(image.kh * image.kw <= MOST_TAPS && x.dtype() != aoti_torch_dtype_int8(), "too many taps, or x is int8");
+  }
+  check(!PLANES || mode != DIGITS || channels == groups, "float x in planes has one channel in each group");
   const std::vector<int64_t> sizes = PLANES ? std::vector<int64_t>{image.batch, n, oh, ow} : std::vector<int64_t>{image.batch, oh, ow, n};
   Tensor y = empty(sizes, dtype_of(result));
   const int64_t k = image.kh * image.kw * (channels / groups);

@@ -43,7 +43,7 @@ def _why_not_size(request: AnyRequest) -> str:
         return f"K={request.k} is too large for this kernel's 32-bit column indices; torch ops run this layer."
     if not isinstance(request, Conv2dRequest):
         return ""
-    if takes_planes(request):
+    if request.activation is not None or takes_planes(request):
         return ""
     inputs, outputs = _channels(request)
     if inputs < _FEWEST_INPUTS:
@@ -67,7 +67,7 @@ def takes_planes(request: Conv2dRequest) -> bool:
         return not (request.groups == 1 and outputs > 32 * inputs and _has_windows(request, inputs))
     if _has_windows(request, inputs):
         return request.groups > 1 and outputs < 32
-    return _taps(request) > 1 and outputs < 64
+    return (_taps(request) > 1 or request.groups > 1) and outputs < 64
 
 
 def takes_planes_first(request: Conv2dRequest) -> bool:

@@ -72,24 +72,24 @@ class AnyGroupLinear(RowsKernel):
         del given  # float activations have no parameters
         call = product if runs_now(x) else _op
         parts = packed["data"], packed["scale"], packed.get("zero"), packed.get("table"), bias
-        return call(x, *parts, self.n, self.k, self.format.group(self.k), self.offset, self.out_dtype)
+        return call(x, *parts, self.n, self.k, self.format.group(self.k), self.bits, self.offset, self.out_dtype)
 
 
 def product(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None,
-    n: int, k: int, group: int, offset: int, out_dtype: torch.dtype,
+    n: int, k: int, group: int, bits: int, offset: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """X ``(M, K)`` of any strides, M at least 1, to ``(M, N)``; the weight as in `AnyGroupLinear`."""
     check_devices(x, data, {"bias": bias})
     if needs_guard(x):
         with device_guard(x):
-            return product(x, data, scale, zero, table, bias, n, k, group, offset, out_dtype)
+            return product(x, data, scale, zero, table, bias, n, k, group, bits, offset, out_dtype)
     from .kernels.any_group import numbers
 
-    bias, bits = bias_of(bias, n), 4 if data.shape[1] < k else 8
+    bias = bias_of(bias, n)
     whole = data.view(torch.int8) if bits == 8 and table is None else data
     parts = whole, scale, scale if zero is None else zero, scale if table is None else table
-    groups, each = scale.shape[1], 1 << (max(1, group * bits // 8) - 1).bit_length()
+    groups, each = scale.shape[1], 1 << (-(-group * bits // 8) - 1).bit_length()
     count = max(1, _BYTES // each)
     w = torch.empty((n, k), dtype=x.dtype, device=x.device)
     launch(
@@ -103,15 +103,15 @@ def product(
 
 def _fake(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, table: Tensor | None, bias: Tensor | None,
-    n: int, k: int, group: int, offset: int, out_dtype: torch.dtype,
+    n: int, k: int, group: int, bits: int, offset: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    del data, scale, zero, table, bias, k, group, offset
+    del data, scale, zero, table, bias, k, group, bits, offset
     return x.new_empty((x.shape[0], n), dtype=out_dtype)
 
 
 _op = define(
     "linear_any(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? table, Tensor? bias, int n, int k, "
-    "int group, int offset, ScalarType out_dtype) -> Tensor",
+    "int group, int bits, int offset, ScalarType out_dtype) -> Tensor",
     product,
     _fake,
 )

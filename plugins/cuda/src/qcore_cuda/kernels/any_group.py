@@ -2,7 +2,7 @@
 
 A row of codes lies as in PLAIN: one byte a code, or the code of an even column in the low nibble and that of the next
 one in the high nibble. Scales and zero points are ``(N, G)``, so that neighbouring threads read neighbours. Both
-columns of a byte lie in one group, which is why its size has to be even. Everything is computed in float32.
+columns of a byte lie in one group: its size is even, or there is one group. Everything is computed in float32.
 """
 
 from __future__ import annotations
