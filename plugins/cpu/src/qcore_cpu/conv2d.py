@@ -24,7 +24,7 @@ from .parameters import readable_bias
 
 
 class CpuConv2d(Kernel):
-    """Receptive fields become rows of int8 in the cache; images are read as channels last, or as planes if these are few.
+    """Receptive fields become rows of int8 in the cache; images are channels last, or planes if these are few.
 
     Packed: as `WeightLayout`, with the channel groups concatenated.
     """
