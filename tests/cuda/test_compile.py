@@ -39,6 +39,8 @@ OTHER += [linear(s, 512) for s in ("w4a8", "w4a8-g128-asym-aasym", "w4a8-g128-st
 OTHER += [linear("w4a16-asym", 512, dtype="float16", bias=True), linear("w8a16", 512, dtype="float16")]
 OTHER += [linear("w4a8-g32-static", 16, bias=True), linear("w8a8-static-o8", 16), linear("w8a8-asym", 2048)]
 OTHER += [linear("w8a16", 3, size={"n": 129, "k": 61}), linear("w4a16-g32", 17, size={"n": 20, "k": 33})]
+OTHER += [linear("w4a16-g16", 1), linear("w8a16-g16-asym", 64, dtype="float32"), linear("wnf4a16-g10", 1, "sm_80")]
+OTHER += [linear("w4a16-g48-fzp", 4, dtype="float16"), linear("wfp8a16-g510", 1, size={"n": 20, "k": 33})]
 OTHER += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("w4a16-g32", "w8a16")]
 OTHER += [Call("conv2d", {"scheme": s, "channels": 256}) for s in ("w8a8", "w8a8-static", "w8a16")]
 OTHER += [Call("conv2d", {"scheme": s, "channels": 96}) for s in ("w8a8", "w8a8-static")]
