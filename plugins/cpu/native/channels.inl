@@ -45,13 +45,8 @@ channel_sums(const Image& image, const Tap* taps, int count, const char* window,
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       const F value = widen_f(x + v * step, 0, TYPE);
-      if (FLOATS) {
-        sums[v] = fma_f(value, from_bits(number), sums[v]);
-        continue;
-      }
-      F code = mul_f(value, codes.inverse[v]);
-      if (BOUNDED) code = max_f(min_f(code, codes.high[v]), codes.low[v]);
-      acc[v] = dot_words(acc[v], bits(add_f(code, word_magic())), number);
+      if (FLOATS) sums[v] = fma_f(value, from_bits(number), sums[v]);
+      else acc[v] = add_code<BOUNDED>(acc[v], value, codes.inverse[v], codes.low[v], codes.high[v], number);
     }
   }
   for (int v = 0; !FLOATS && v < V; v++) sums[v] = to_f(acc[v]);
@@ -94,7 +89,7 @@ struct ChannelVector {
       for (int64_t j = image.dw; j <= wide; j += image.dw) most = max_i(most, column[j]);
       plane_steps(in, most, set_f(0), set_f(0), codes.own[v], zero);
       codes.inverse[v] = inverse_scales(codes.own[v]);
-      if (BOUNDED) codes.low[v] = sub_f(set_f(-128), to_f(zero)), codes.high[v] = sub_f(set_f(127), to_f(zero));
+      if (BOUNDED) code_bounds(zero, codes.low[v], codes.high[v]);
     }
     const int64_t left = v0 * image.sw - image.pw;
     F sums[V];

@@ -224,8 +224,18 @@ static void finish_plane(const Planes& x, const Output& out, int64_t n, float* r
 
 // A window of one channel: a code is used once, so that it stays a word.
 
-// Added to a number of up to 22 bits, it leaves the nearest whole number in the low bits.
-static inline F word_magic() { return set_f(12582912.0f); }
+// Codes less their zero point, within these bounds.
+static inline void code_bounds(I zero, F& low, F& high) {
+  low = sub_f(set_f(-128), to_f(zero)), high = sub_f(set_f(127), to_f(zero));
+}
+
+// Add the product of the code of v and a number of the weight. 1.5 * 2^23 leaves the nearest whole number in the low bits of the sum.
+template <bool BOUNDED>
+static inline __attribute__((always_inline)) I add_code(I acc, F v, F inverse, F low, F high, I number) {
+  F code = mul_f(v, inverse);
+  if (BOUNDED) code = max_f(min_f(code, high), low);
+  return dot_words(acc, bits(add_f(code, set_f(12582912.0f))), number);
+}
 
 template <bool BOUNDED, int H>
 static void __attribute__((noinline))
@@ -236,18 +246,13 @@ channel_tile(const Planes& x, const PlaneCodes& c, int64_t n, int64_t p, float* 
   for (int h = 0; h < H; h++) {
     inverse[h] = inverse_scales(load_f(c.scales + p + h * LANES));
     acc[h] = set_i(0);
-    if (!BOUNDED) continue;
-    const F zero = to_f(load_i(c.zeros + p + h * LANES));
-    low[h] = sub_f(set_f(-128), zero), high[h] = sub_f(set_f(127), zero);
+    if (BOUNDED) code_bounds(load_i(c.zeros + p + h * LANES), low[h], high[h]);
   }
   for (int64_t i = 0; i < x.kh; i++)
     for (int64_t j = 0; j < x.kw; j++, number += x.own->step) {
       const float* from = x.x + x.down[i] + x.across[j] + p;
-      for (int h = 0; h < H; h++) {
-        F code = mul_f(load_f(from + h * LANES), inverse[h]);
-        if (BOUNDED) code = max_f(min_f(code, high[h]), low[h]);
-        acc[h] = dot_words(acc[h], bits(add_f(code, word_magic())), set_i(*number));
-      }
+      for (int h = 0; h < H; h++)
+        acc[h] = add_code<BOUNDED>(acc[h], load_f(from + h * LANES), inverse[h], low[h], high[h], set_i(*number));
     }
   for (int h = 0; h < H; h++) {
     const F scaled = mul_f(to_f(acc[h]), set_f(x.own->scales[n]));
