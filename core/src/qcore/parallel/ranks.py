@@ -8,6 +8,7 @@ gradient of a sum over ranks is passed on as it is, and the gradient of an x tha
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..formats.tracing import is_transformed
+
+if dist.is_available() and not dist.is_initialized():
+    # Its functions hold the default group of their first import as a default argument. Dynamo imports it on demand; a
+    # group that exists by then outlives destroy_process_group, and its threads abort a process that ends meanwhile.
+    importlib.import_module("torch.distributed.nn.functional")
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
