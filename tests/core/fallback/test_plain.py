@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contract_problems import conv_cases
 from grids import sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qcore.contracts import CONTRACTS
 from qcore.errors import FormatError
-from qcore.fallback import integer, plugin, weights
+from qcore.fallback import columns, integer, plain_conv2d, plugin, weights
 from qcore.formats import PLAIN_INT32, Format, Layout, ZeroPoint
 from qcore.weights.qtensor import QTensor
 from qcore.weights.quantizers import quantize
@@ -207,6 +208,22 @@ def test_chunks_of_rows_and_the_whole_weight_agree(tools, plain, monkeypatch):
         made = plain(scheme, torch.bfloat16, n=200)
         tools.check(made.kernel, made.problem(3, bias="same"))
     assert made.kernel.reader.chunk_rows(made.weight.data) == 64
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-aasym", "w4a8-g32-asym", "w8a8-static", "w8afp8", "w4afp8-g32"])
+def test_pieces_of_images_and_whole_ones_agree(scheme, monkeypatch):
+    for case in conv_cases(scheme, torch.bfloat16):
+        problem = case.make(torch.Generator().manual_seed(5), torch.device("cpu"))
+        kernel = plain_conv2d.PlainConv2d(problem.request)
+        packed = kernel.pack(problem.weight)
+        results = []
+        for elements in (1 << 20, 300, 1):  # whole batches, some rows of some images, one row of one image
+            monkeypatch.setattr(columns, "chunk_elements", lambda _x, elements=elements: elements)
+            results.append(kernel(problem.x, packed, problem.bias))
+        for result in results:
+            verdict = CONTRACTS["conv2d"].judge(problem, result)
+            assert verdict.ok, f"{case.id}: {verdict.message}"
+            assert "fp8" in scheme or torch.equal(result, results[0]), case.id  # products of integers are exact
 
 
 def test_nothing_to_do(plain):

@@ -59,10 +59,10 @@ def centred_activations(
         scale, zero = parameters(activation, runtime_params, "x")
     if x.dtype == torch.int8:
         return x.float() - (0.0 if zero is None else zero), scale
-    codes = torch.round(x.float() / scale)
+    codes = (x.float() / scale).round_()
     if zero is None:
-        return codes.clamp(INT8_MIN, INT8_MAX), scale
-    return (codes + zero).clamp(INT8_MIN, INT8_MAX) - zero, scale
+        return codes.clamp_(INT8_MIN, INT8_MAX), scale
+    return codes.add_(zero).clamp_(INT8_MIN, INT8_MAX).sub_(zero), scale
 
 
 def activation_bound(activation: Int8Activation) -> int:
@@ -95,21 +95,18 @@ def exact_groups(x: Tensor, w: Tensor, bound: int) -> Tensor:
 
 
 def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int) -> Tensor:
-    """Sum ``scale * exact product`` over the groups in float32: x ``(H, M, K)`` to ``(H, M, N/H)``.
+    """Sum ``scale * exact product`` over the groups in float32: x ``(M, K)`` to ``(M, N)``.
 
-    ``x``: centred codes in the reader's order of columns; H: channel groups of a convolution, each with its own rows of
-    the weight; ``bound``: the largest magnitude of a centred activation code.
+    ``x``: centred codes in the reader's order of columns; ``bound``: the largest magnitude of one.
     """
-    heads, rows = x.shape[0], x.shape[1]
+    rows = x.shape[0]
     known = rows if type(rows) is int and not torch.compiler.is_compiling() else _TRACED_ROWS
     if known > _MAX_ROWS and reader.groups > 1:
-        parts = torch.split(x, _MAX_ROWS, dim=1)
-        return torch.cat([integer_product(reader, part, packed, bound) for part in parts], dim=1)
+        parts = torch.split(x, _MAX_ROWS)
+        return torch.cat([integer_product(reader, part, packed, bound) for part in parts])
     if reader.padding:
         x = torch.nn.functional.pad(x, (0, reader.padding))
-    x = x.reshape(heads, rows, reader.groups, reader.group)
-    if heads > 1:
-        return _chunk_product(reader, x, packed["data"], packed["scale"], packed.get("zero"), bound)
+    x = x.reshape(rows, reader.groups, reader.group)
     elements = _PRODUCTS * reader.k // max(1, reader.groups * known)
     return cat_columns([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
 
@@ -117,20 +114,45 @@ def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int)
 def _chunk_product(
     reader: WeightReader, x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bound: int
 ) -> Tensor:
-    heads = x.shape[0]
     w = reader.centred(data, zero, torch.float32)
-    w = w.view(heads, data.shape[0] // heads, reader.groups, reader.group)
-    products = exact_groups(x, w, bound * weight_bound(reader.format))
-    y = products * _per_group(scale, heads)
+    products = exact_groups(x.unsqueeze(0), w.unsqueeze(0), bound * weight_bound(reader.format)).squeeze(0)
+    y = products * scale.float().unsqueeze(1)
     if zero is not None and reader.format.zero is ZeroPoint.FLOAT:
-        y = y + x.sum(-1).transpose(1, 2).unsqueeze(-1) * _per_group(zero, heads)
-    return y.squeeze(1) if reader.groups == 1 else y.sum(1)
+        y = y + x.sum(-1).t().unsqueeze(-1) * zero.float().unsqueeze(1)
+    return y.squeeze(0) if reader.groups == 1 else y.sum(0)
 
 
-def _per_group(parameter: Tensor, heads: int) -> Tensor:
-    """Reshape ``(G, N)`` to float32 ``(H, G, 1, N/H)``."""
-    groups, n = parameter.shape
-    return parameter.float().reshape(groups, heads, 1, n // heads).transpose(0, 1)
+class ChannelProduct:
+    """`integer_product` for the channel groups of a convolution, each with its own rows of the weight.
+
+    The weight is decoded once. **Arguments:** ``heads``: the number of groups; the others as in `integer_product`.
+    """
+
+    def __init__(self, reader: WeightReader, packed: Packed, heads: int, bound: int) -> None:
+        self.reader, self.heads = reader, heads
+        self.bound = bound * weight_bound(reader.format)
+        dense = reader.restore_order(reader.centred(packed["data"], packed.get("zero"), torch.float32))
+        self.weight = dense.reshape(heads, dense.shape[0] // heads, reader.groups, reader.group)
+        self.scale = self._per_group(packed["scale"])
+        zero = packed.get("zero")
+        self.zero = None if zero is None or reader.format.zero is not ZeroPoint.FLOAT else self._per_group(zero)
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        """Multiply columns of centred codes ``(heads, K, M)``, in natural order, giving ``(heads, N/heads, M)``."""
+        reader = self.reader
+        if reader.padding:
+            columns = torch.nn.functional.pad(columns, (0, 0, 0, reader.padding))
+        x = columns.view(self.heads, reader.groups, reader.group, columns.shape[-1])
+        # The weight stands in the place of x: its product with columns whose positions come last needs no copy.
+        y = exact_groups(self.weight, x.permute(0, 3, 1, 2), self.bound) * self.scale
+        if self.zero is not None:
+            y = y + x.sum(2, keepdim=True) * self.zero
+        return y.squeeze(1) if reader.groups == 1 else y.sum(1)
+
+    def _per_group(self, parameter: Tensor) -> Tensor:
+        """Reshape ``(G, N)`` to float32 ``(H, G, N/H, 1)``."""
+        groups, n = parameter.shape
+        return parameter.float().reshape(groups, self.heads, n // self.heads, 1).transpose(0, 1)
 
 
 def cat_columns(parts: list[Tensor]) -> Tensor:

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import Conv2dRequest
-from ..contracts.conv2d import Pair, check_image, convolved_size, im2col, kernel_shape, output_size
+from ..contracts.conv2d import Pair, check_image, convolved_size, kernel_shape, output_size
 from ..discovery.kernels import Packed
 from ..weights.activations import DynamicFP8, DynamicInt8, FP8Activation, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
 from ..weights.qtensor import contiguous
-from .integer import activation_bound, centred_activations, finish, integer_product
+from .columns import by_pieces
+from .integer import ChannelProduct, activation_bound, centred_activations, finish
 from .ops import op
 from .padding import float_conv2d, may_need_explicit_padding, traced_conv2d
 from .plain_linear import compute_dtype
@@ -48,21 +49,30 @@ class PlainConv2d(NeutralKernel):
 
     def _fp8(self, activation: FP8Activation, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         """Products of im2col columns, each of which is quantized like a token."""
-        r = self.request
-        cols = columns(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32), r)
-        scale = fp8_scale(activation, cols)
-        cols = (quantize_fp8(cols, scale).to(cols.dtype) * scale).transpose(0, 1)
+        r, dtype = self.request, torch.float64 if x.dtype == torch.float64 else torch.float32
         factor = packed.get("global_scale")
-        rows = [self._rows(*chunk, factor, cols.dtype) for chunk in self.reader.chunks(packed)]
-        dense = torch.cat(rows).view(r.groups, self.n // r.groups, self.k)
-        y = torch.matmul(cols, dense.transpose(1, 2)).transpose(0, 1).flatten(1)
-        return image(finish(y, 1.0, bias, r.output, self.out_dtype, {}), x, r)
+        dense = torch.cat([self._rows(*chunk, factor, dtype) for chunk in self.reader.chunks(packed)])
+        kernel = dense.view(r.groups, self.n // r.groups, self.k)
+
+        def product(columns: Tensor) -> Tensor:
+            tokens = columns.transpose(1, 2)
+            scale = fp8_scale(activation, tokens)
+            values = quantize_fp8(tokens, scale).to(dtype) * scale
+            return self._finished(torch.matmul(kernel, values.transpose(1, 2)), bias)
+
+        return by_pieces(x.to(dtype), r, product, r.groups * self.k)
+
+    def _finished(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Results ``(OC, M)`` of products ``(groups, OC/groups, M)`` that only `finish` overwrites."""
+        bias = None if bias is None else bias.unsqueeze(-1)
+        return finish(y.flatten(0, 1), 1.0, bias, self.request.output, self.out_dtype, {})
 
     def _bias_only(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the result for a weight without elements, which torch's convolutions reject."""
-        pixels = x.shape[0] * math.prod(output_size(self.request, *x.shape[2:]))
-        y = x.new_zeros(pixels, self.n, dtype=torch.float64 if self.compute == torch.float64 else torch.float32)
-        return image(finish(y, 1.0, bias, self.request.output, self.out_dtype, {}), x, self.request)
+        size = output_size(self.request, *x.shape[2:])
+        wide = torch.float64 if self.compute == torch.float64 else torch.float32
+        y = self._finished(x.new_zeros(1, self.n, x.shape[0] * math.prod(size), dtype=wide), bias)
+        return y.view(self.n, x.shape[0], *size).transpose(0, 1)
 
     def _float(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         r = self.request
@@ -94,17 +104,20 @@ class PlainConv2d(NeutralKernel):
         return self.reader.restore_order(dense)
 
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        r = self.request
-        assert isinstance(r.activation, (DynamicInt8, StaticInt8))
-        if isinstance(r.activation, DynamicInt8):
-            codes, scale = centred_activations(r.activation, columns(x.float(), r), {})
-        else:
-            codes, scale = centred_activations(r.activation, x, {})
-            codes = columns(codes, r)
-        codes = self.reader.reorder(codes).transpose(0, 1)
-        y = integer_product(self.reader, codes, packed, activation_bound(r.activation)).transpose(0, 1)
-        y = finish((y * scale).flatten(1), 1.0, bias, r.output, self.out_dtype, {})
-        return image(y, x, r)
+        r, activation = self.request, self.request.activation
+        assert isinstance(activation, (DynamicInt8, StaticInt8))
+        weighted = ChannelProduct(self.reader, packed, r.groups, activation_bound(activation))
+        column = max(r.groups * self.k, self.n * self.reader.groups)
+        if isinstance(activation, StaticInt8):
+            x, fixed = centred_activations(activation, x, {})
+            return by_pieces(x, r, lambda columns: self._finished(weighted(columns) * fixed, bias), column)
+
+        def product(columns: Tensor) -> Tensor:
+            codes, scale = centred_activations(activation, columns.transpose(1, 2), {})
+            y = weighted(codes.transpose(1, 2))
+            return self._finished(y * torch.as_tensor(scale).transpose(1, 2), bias)
+
+        return by_pieces(x.float(), r, product, column)
 
 
 def convolve(
@@ -126,17 +139,3 @@ def convolve(
 def _fake(x: Tensor, kernel: Tensor, _bias: Tensor | None, *geometry: Any) -> Tensor:
     size = convolved_size(x.shape[2:], kernel.shape[2:], *geometry[:3])
     return x.new_empty(x.shape[0], kernel.shape[0], *size)
-
-
-def columns(x: Tensor, request: Conv2dRequest) -> Tensor:
-    """Unfold float x ``(B, IC, H, W)`` to columns ``(B * OH * OW, groups, K)``; a 1x1 kernel needs only a view."""
-    if request.kernel_size != (1, 1) or request.padding != (0, 0):
-        return im2col(x, request)
-    sh, sw = request.stride
-    return x[:, :, ::sh, ::sw].movedim(1, -1).reshape(-1, request.groups, request.k)
-
-
-def image(y: Tensor, x: Tensor, request: Conv2dRequest) -> Tensor:
-    """Reshape rows ``(B * OH * OW, OC)`` to ``(B, OC, OH, OW)``."""
-    size = output_size(request, x.shape[2], x.shape[3])
-    return y.view(x.shape[0], *size, request.n).movedim(-1, 1)

@@ -90,5 +90,5 @@ class PlainLinear(NeutralKernel, RowsKernel):
     def _integer(self, x: Tensor, packed: Packed, bias: Tensor | None, runtime_params: dict[str, Tensor]) -> Tensor:
         assert isinstance(self.activation, (DynamicInt8, StaticInt8))
         codes, scale = centred_activations(self.activation, self.reader.reorder(x), runtime_params)
-        y = integer_product(self.reader, codes.unsqueeze(0), packed, activation_bound(self.activation)).squeeze(0)
+        y = integer_product(self.reader, codes, packed, activation_bound(self.activation))
         return finish(y, scale, bias, self.output, self.out_dtype, runtime_params)

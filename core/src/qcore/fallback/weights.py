@@ -117,7 +117,7 @@ class WeightReader:
 
     def chunk_rows(self, data: Tensor, max_elements: int | None = None) -> int:
         """Return the number of output rows per chunk."""
-        elements = _chunk_elements(data) if max_elements is None else min(max_elements, _chunk_elements(data))
+        elements = chunk_elements(data) if max_elements is None else min(max_elements, chunk_elements(data))
         return max(_MIN_ROWS, elements // max(1, self.k))
 
     def chunks(self, packed: Packed, max_elements: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -129,7 +129,8 @@ class WeightReader:
             yield data[rows], scale[:, rows], None if zero is None else zero[:, rows]
 
 
-def _chunk_elements(data: Tensor) -> int:
+def chunk_elements(data: Tensor) -> int:
+    """The elements of a chunk of float32 on the device of ``data``."""
     return _CPU_CHUNK if data.device.type == "cpu" and not torch.compiler.is_compiling() else _LARGE_CHUNK
 
 

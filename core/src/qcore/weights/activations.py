@@ -157,8 +157,8 @@ def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
     if symmetric:
         scale = x.abs().amax(-1, keepdim=True).float() / INT8_MAX
         return _usable(scale), None
-    low, high = x.aminmax(dim=-1, keepdim=True)
-    low, high = low.float().clamp_max(0), high.float().clamp_min(0)
+    # Not aminmax, which torch does not vectorize on CPUs: ten times slower.
+    low, high = x.amin(-1, keepdim=True).float().clamp_max(0), x.amax(-1, keepdim=True).float().clamp_min(0)
     scale = _usable((high - low) / (INT8_MAX - INT8_MIN))
     return scale, torch.round(INT8_MIN - low / scale)
 
