@@ -256,9 +256,10 @@ def embedding(scheme: str, n: int, k: int, m: int = 7) -> None:
 
 
 def conv2d(
-    scheme: str, channels: int, size: int = 56, batch: int = 32, window: int = 3, dtype: str = "bfloat16"
-) -> None:
-    """A square convolution of as many channels to as many, padded to keep its size."""
+    scheme: str, channels: int, size: int = 56, batch: int = 32, window: int = 3, dtype: str = "bfloat16",
+    groups: int = 1, last: bool = True,
+) -> None:  # fmt: skip
+    """A square convolution of as many channels to as many, padded to keep its size; ``last``: x is channels-last."""
     from dataclasses import replace
 
     import torch
@@ -268,11 +269,12 @@ def conv2d(
 
     parsed, kind = _scheme(scheme), getattr(torch, dtype)
     request = CONTRACTS["conv2d"].request_for(parsed, torch.device("meta"), kind, channels, channels)
-    request = replace(request, kernel_size=(window, window), padding=(window // 2, window // 2))
+    request = replace(request, kernel_size=(window, window), padding=(window // 2, window // 2), groups=groups)
     assert not why_not(request), why_not(request)
     made = kernel(request)
-    x = torch.empty(batch, channels, size, size, dtype=kind, device="meta").to(memory_format=torch.channels_last)
-    made(x, made.pack(_weight(parsed, channels, channels * window**2, kind)), None)
+    x = torch.empty(batch, channels, size, size, dtype=kind, device="meta")
+    x = x.to(memory_format=torch.channels_last) if last else x
+    made(x, made.pack(_weight(parsed, channels, channels // groups * window**2, kind)), None)
 
 
 def grouped_linear(scheme: str, n: int, k: int, experts: int, rows: int, dtype: str = "bfloat16") -> None:

@@ -45,6 +45,12 @@ OTHER += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("w4a16
 OTHER += [Call("conv2d", {"scheme": s, "channels": 256}) for s in ("w8a8", "w8a8-static", "w8a16")]
 OTHER += [Call("conv2d", {"scheme": s, "channels": 96}) for s in ("w8a8", "w8a8-static")]
 OTHER += [Call("conv2d", {"scheme": "w8a8", "channels": 64, "window": 1})]
+DEPTHWISE = {"channels": 96, "groups": 96}
+OTHER += [Call("conv2d", {"scheme": s, **DEPTHWISE, "last": last}) for s in ("w8a8", "w8a8-aasym") for last in (1, 0)]
+OTHER += [Call("conv2d", {"scheme": s, "channels": 96, "groups": 12}) for s in ("w4a8-g32-fzp-aasym", "w8a8-static-o8")]
+OTHER += [Call("conv2d", {"scheme": "w8a8", "channels": 256, "groups": 8, "last": last}) for last in (1, 0)]
+NARROW = (DEPTHWISE, {"channels": 96, "groups": 12})
+OTHER += [Call("conv2d", {"scheme": "w8a8", **n}, target) for n in NARROW for target in ("sm_80", "sm_120", "gfx942")]
 
 
 def main_calls(target):

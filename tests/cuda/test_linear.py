@@ -311,7 +311,7 @@ def test_tensors_on_another_device_are_named(x, bias, said):
         )  # fmt: skip
     window = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
     with pytest.raises(FormatError, match=said):
-        conv_ops.conv2d_a16(On(x), weight, weight, None, On(bias), *rest, *window, torch.float32)
+        conv_ops.conv2d_a16(On(x), weight, weight, None, On(bias), None, *rest, *window, "int", torch.float32)
     with pytest.raises(FormatError, match=said):
         conv_ops.conv2d_a8(
             On(x), weight, weight, None, None, On(bias), *rest, *window, True, None, 0, None, 0, torch.float32

@@ -17,7 +17,7 @@ def on_cpu():
     library = torch.library.Library(ops.NAMESPACE, "IMPL")
     for name in ("linear_a16", "linear_a8", "embedding"):
         library.impl(name, getattr(ops, name), "CPU")
-    for name in ("conv2d_a16", "conv2d_a8"):
+    for name in ("conv2d_a16", "conv2d_a8", "conv2d_groups_a8"):
         library.impl(name, getattr(conv_ops, name), "CPU")
     yield
     library._destroy()

@@ -41,14 +41,12 @@ REFUSED = {
     "activations and float scales, any even one up to 512": on_gpu(scheme="w4a16-g47"),
     "tables of more than four bits other than fp8 and fp8_e5m2": on_gpu(scheme="wtable_of_256a16"),
     "tables with values that float16 cannot hold": on_gpu(scheme="wtable_of_tinya16"),
-    "convolutions with weights other than int4 and int8": on_gpu("conv2d", "wfp8a16"),
+    "convolutions with fp8 activations": on_gpu("conv2d", "wfp8afp8"),
     "float64 activations or results": on_gpu(x_dtype=torch.float64, out_dtype=torch.float64),
     "an int8 result of float activations": on_gpu(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
-    "convolutions with int8 activations in more than 32 channel groups": replace(
-        on_gpu("conv2d", "w8a8"), in_channels=33 * 16, out_channels=33 * 16, groups=33
-    ),
-    "convolutions with int8 activations in channel groups of other than a multiple of 16 output channels": replace(
-        on_gpu("conv2d", "w8a8"), in_channels=8, out_channels=8, groups=8
+    "convolutions with int8 activations in channel groups with columns longer than 4096, unless there are at most 32 "
+    "groups, each with a multiple of 16 output channels": replace(
+        on_gpu("conv2d", "w8a8"), in_channels=2 * 4097, out_channels=16, groups=2
     ),
     "convolutions with int8 activations and columns longer than 32768": replace(
         on_gpu("conv2d", "w8a8"), in_channels=8192, kernel_size=(3, 3)

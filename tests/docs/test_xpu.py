@@ -32,13 +32,13 @@ REFUSED = {
     "an int8 result of float activations": refused(output=qcore.OutputInt8(1.0, 0), out_dtype=torch.int8),
     "a group size that is not a multiple of 32, except for `w4a16`": refused(weight=qcore.Format("int8", 20), k=80),
     "`w4a16` in groups of fewer than 8 columns": refused(scheme="w4a16", weight=qcore.Format("int4", 7), k=70),
-    "a convolution with int8 activations in channel groups of other than a multiple of 16 output channels, or in more "
-    "than 32 groups": convolution(64, groups=8),
+    "a convolution with int8 activations in channel groups with columns longer than 4096, unless there are at most 32 "
+    "groups, each with a multiple of 16 output channels": convolution(1000, groups=2),
     "a convolution with int8 activations and columns longer than 16384": convolution(4096),
 }
 WITHOUT_DPAS = (
-    "`w4a8`, `w8a8` in groups and convolutions with int8 activations on a GPU without matrix units that Triton can "
-    "use: sub-groups of 8 (Arc A770), or none"
+    "`w4a8`, `w8a8` in groups and convolutions with int8 activations, but for depthwise ones, on a GPU without "
+    "matrix units that Triton can use: sub-groups of 8 (Arc A770), or none"
 )
 ELSEWHERE = {
     "no Intel GPU, a build of torch without XPU, a driver that torch cannot use",  # tests/xpu/test_probe.py

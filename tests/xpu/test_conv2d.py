@@ -35,7 +35,7 @@ WIDE = (
     _Shape("wide-strided", (1, 64, 9, 9), 33, (3, 3), stride=(2, 1), padding=(1, 0), dilation=(2, 1), bias=True),
     _Shape("wide-last", (2, 32, 5, 5), 70, (3, 3), padding=(2, 2), channels_last=True),
 )
-GROUPS = (_Shape("groups-of-16", (2, 64, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
+GROUPS = (_Shape("groups-of-16", (2, 80, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
 UNGROUPED = [shape for shape in _SHAPES if shape.groups == 1]
 
 
@@ -64,6 +64,16 @@ def test_wide_channels_and_groups_are_right(scheme, shape):
 @pytest.mark.parametrize("name", ["grouped", "depthwise"])
 def test_groups_of_any_size_are_right_with_float_activations(scheme, name):
     check(problem(scheme, next(shape for shape in _SHAPES if shape.name == name), torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-static-o8", "w4a8-g32-asym-aasym"])
+@pytest.mark.parametrize("shape", [shape for shape in _SHAPES if shape.groups > 1], ids=lambda shape: shape.name)
+def test_groups_of_any_size_are_right_with_int8_activations(scheme, shape):
+    from qcore_xpu.conv2d import GroupsConv2d
+
+    case = problem(scheme, shape, torch.bfloat16)
+    assert isinstance(kernel_for(case.request), GroupsConv2d)
+    check(case)
 
 
 @pytest.mark.parametrize("shape", [WIDE[0], _SHAPES[4]], ids=lambda shape: shape.name)
@@ -113,9 +123,24 @@ def test_ops_agree_with_their_fakes(scheme):
         opcheck(triton_ops.op_conv2d_a8, (case.x, *weight, packed.get("sums"), case.bias, *sizes, *kernel._constants))
 
 
+@pytest.mark.parametrize("name", ["depthwise", "grouped"])
+def test_the_op_of_narrow_groups_agrees_with_its_fake(name):
+    from qcore_xpu_stand_in.replacing import register_for_cpu
+    from torch.library import opcheck
+
+    from qcore_xpu import triton_ops
+
+    register_for_cpu()
+    case = problem("w8a8-asym-aasym", next(shape for shape in _SHAPES if shape.name == name))
+    kernel, called = kernel_for(case.request), []
+    kernel.convolve = lambda *arguments: called.append(arguments) or torch.empty(0)
+    kernel(case.x, kernel.pack(case.weight), case.bias)
+    opcheck(triton_ops.op_conv2d_groups_a8, called[0])
+
+
 def test_what_has_no_kernel_is_refused_with_a_reason():
-    depthwise = problem("w8a8", next(shape for shape in _SHAPES if shape.name == "depthwise")).request
-    assert "channel groups" in why_not(depthwise)
+    groups = problem("w8a8", _Shape("groups", (1, 2000, 2, 2), 40, (3, 3), padding=(1, 1), groups=2)).request
+    assert "channel groups" in why_not(groups)
     long = problem("w8a8", _Shape("long", (1, 1024, 9, 9), 16, (5, 5))).request
     assert "too long" in why_not(long)
     assert "not a multiple of 32" in why_not(problem("w4a8-g40", _SHAPES[2]).request)

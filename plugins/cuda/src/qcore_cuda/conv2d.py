@@ -1,11 +1,17 @@
-"""The kernels of the contract ``conv2d``: ``cuda.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``."""
+"""The kernels of the contract ``conv2d``: ``cuda.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``.
+
+In narrow channel groups also ``cuda.conv2d_groups_w4a8`` and ``..._w8a8``.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from qcore import Conv2dRequest
 from qcore.plugin_api import Kernel, Packed
+from qcore_triton.channel_groups import ChannelGroupsConv2d, takes_channel_groups
 from qcore_triton.codes import numbers_of
 from qcore_triton.conv2d import PackedConv2d, why_not_int8
 
@@ -22,14 +28,15 @@ class FloatConv2d(PackedConv2d):
         super().__init__("cuda", request, 16)
 
     def convolve(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor")
         return conv_ops.op_conv2d_a16(  # type: ignore[no-any-return]
-            x, packed["data"], packed["scale"], packed.get("zero"), bias, *self.sizes, *self.geometry, self.out_dtype
+            x, *parts, *self.sizes, *self.geometry, self.element, self.out_dtype
         )
 
     def multiply(self, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        parts = packed["data"], packed["scale"], packed.get("zero")
+        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor")
         return ops.op_linear_a16(  # type: ignore[no-any-return]
-            x, *parts, bias, None, *self.sizes, self.element, self.out_dtype
+            x, *parts, *self.sizes, self.element, self.out_dtype
         )
 
 
@@ -54,11 +61,25 @@ class Int8Conv2d(PackedConv2d):
         )
 
 
+class GroupsConv2d(ChannelGroupsConv2d):
+    """Int8 activations in narrow channel groups: one launch for all of them."""
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        super().__init__("cuda", request)
+
+    def convolve(self, x: Tensor, *arguments: Any) -> Tensor:
+        return conv_ops.op_conv2d_groups_a8(x, *arguments)  # type: ignore[no-any-return]
+
+
 def why_not(request: Conv2dRequest) -> str:
     """Why a convolution that `eligibility` accepts is refused; empty if it is supported."""
-    return "" if request.activation is None else why_not_int8(request, _LARGEST_COLUMN)
+    if request.activation is None or takes_channel_groups(request, _LARGEST_COLUMN):
+        return ""
+    return why_not_int8(request, _LARGEST_COLUMN)
 
 
 def kernel(request: Conv2dRequest) -> Kernel:
     """The kernel for a request that `eligibility` and `why_not` accept."""
-    return FloatConv2d(request) if request.activation is None else Int8Conv2d(request)
+    if request.activation is None:
+        return FloatConv2d(request)
+    return GroupsConv2d(request) if takes_channel_groups(request, _LARGEST_COLUMN) else Int8Conv2d(request)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcore_triton import channel_groups
 from qcore_triton.geometry import Geometry
 from qcore_triton.weights import Weight, bias_of, check_devices
 
 from .ops import define, device_guard, needs_guard
+from .runtime.device import device_of
+from .runtime.launch import launch, options
 
 # ruff: noqa: ARG001 - a fake has the signature of its op
 
@@ -53,22 +56,24 @@ def conv2d_a8(
 
 
 def conv2d_a16(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
     n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int,
-    out_dtype: torch.dtype,
+    element: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Float activations: the weight is dequantized; torch convolves in x's dtype, in float32 for wider results."""
     check_devices(x, data, {"bias": bias})
     if needs_guard(x):
         with device_guard(x):
             return conv2d_a16(
-                x, data, scale, zero, bias, n, k, bits, group, kernel, stride, padding, dilation, groups, out_dtype
-            )
+                x, data, scale, zero, bias, factor, n, k, bits, group,
+                kernel, stride, padding, dilation, groups, element, out_dtype,
+            )  # fmt: skip
     from .products.dense import dequantized
 
     bias = bias_of(bias, n)
     dtype = x.dtype if x.dtype == out_dtype else torch.float32
-    w = dequantized(Weight(data, scale, zero, n, k, bits, group), dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
+    weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
+    w = dequantized(weight, dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
     fused = bias if bias is not None and bias.dtype == dtype else None
     x = x.to(dtype)
     if dtype != torch.float32:
@@ -81,6 +86,14 @@ def conv2d_a16(
     if bias is not None and fused is None:
         y = y.float() + bias.float().view(-1, 1, 1)
     return _last(y.to(out_dtype))
+
+
+def conv2d_groups_a8(x: Tensor, *arguments: Any) -> Tensor:
+    """Int8 activations in narrow channel groups, see `qcore_triton.channel_groups`."""
+    if needs_guard(x):
+        with device_guard(x):
+            return conv2d_groups_a8(x, *arguments)
+    return channel_groups.convolve(launch, x, *arguments, **options(device_of(x.device), 4))
 
 
 def _image(y: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -105,7 +118,7 @@ def _conv2d_a8_fake(
 
 
 def _conv2d_a16_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
     n: int, k: int, bits: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, *rest: Any,
 ) -> Tensor:  # fmt: skip
     return _fake(x, n, rest[-1], (kernel, stride, padding, dilation))
@@ -121,8 +134,9 @@ op_conv2d_a8 = define(
     _conv2d_a8_fake,
 )
 op_conv2d_a16 = define(
-    f"conv2d_a16(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, {_SIZES}, "
-    f"ScalarType out_dtype) -> Tensor",
+    f"conv2d_a16(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, Tensor? factor, {_SIZES}, "
+    f"str element, ScalarType out_dtype) -> Tensor",
     conv2d_a16,
     _conv2d_a16_fake,
 )
+op_conv2d_groups_a8 = define(channel_groups.SCHEMA, conv2d_groups_a8, channel_groups.fake)

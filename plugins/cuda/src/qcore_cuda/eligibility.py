@@ -68,10 +68,10 @@ def takes_any_group(request: AnyRequest) -> bool:
 
 
 def _why_not_encoding(request: AnyRequest) -> str:
-    """Why an element, its scales or activations have no kernel: tables have some for linear layers and embeddings."""
+    """Why an element, its scales or activations have no kernel: tables have some with float activations, at least."""
     weight, activation = request.weight, getattr(request, "activation", None)
     tables = not weight.element.is_integer or isinstance(activation, (DynamicFP8, StaticFP8))
-    if not tables or isinstance(request, Conv2dRequest):
+    if not tables or (isinstance(request, Conv2dRequest) and activation is not None):
         return why_not_encoding(request)
     if isinstance(request, GroupedLinearRequest) and (activation or request.x_dtype == torch.float32):
         return "experts with tables have no kernel for float32, int8 or fp8 activations; use 16-bit floats (a16)."

@@ -23,7 +23,8 @@ class PackedConv2d(PackedKernel):
     """
 
     def __init__(self, name: str, request: Conv2dRequest, activations: int, *, sums: bool = False) -> None:
-        name = f"{name}.conv2d_w{request.weight.bits}a{activations}"
+        element = request.weight.element
+        name = f"{name}.conv2d_w{element.bits if element.is_integer else element.name}a{activations}"
         super().__init__(name, request.weight, request.n, request.k, sums=sums)
         r = self.request = request
         self.out_dtype = request.out_dtype

@@ -45,6 +45,13 @@ def bias_of(bias: Tensor | None, n: int) -> Tensor | None:
     return contiguous(bias)
 
 
+def zero_kind(zero: Tensor | None) -> int:
+    """`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`: the kind of a packed weight's zero points."""
+    if zero is None:
+        return NO_ZERO
+    return INT_ZERO if zero.dtype == torch.int8 else FLOAT_ZERO
+
+
 class Weight(NamedTuple):
     """A weight ``(n, k)`` packed as described in `packing`.
 
@@ -68,10 +75,8 @@ class Weight(NamedTuple):
 
     @property
     def zero_kind(self) -> int:
-        """`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`."""
-        if self.zero is None:
-            return NO_ZERO
-        return INT_ZERO if self.zero.dtype == torch.int8 else FLOAT_ZERO
+        """See the function of this name."""
+        return zero_kind(self.zero)
 
     @property
     def order(self) -> int:

@@ -1,13 +1,18 @@
-"""The kernels of the contract ``conv2d``: ``xpu.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``."""
+"""The kernels of the contract ``conv2d``: ``xpu.conv2d_w4a16``, ``..._w8a16``, ``..._w4a8``, ``..._w8a8``.
+
+In narrow channel groups also ``xpu.conv2d_groups_w4a8`` and ``..._w8a8``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from qcore import Conv2dRequest
 from qcore.plugin_api import Packed, runs_now
+from qcore_triton.channel_groups import ChannelGroupsConv2d, on_matrix_units, takes_channel_groups
 from qcore_triton.codes import numbers_of
 from qcore_triton.conv2d import PackedConv2d, why_not_int8
 
@@ -60,13 +65,31 @@ class Int8Conv2d(PackedConv2d):
         return call(x, *weight, bias, None, None, None, None, *self.sizes, *self._constants)
 
 
+class GroupsConv2d(ChannelGroupsConv2d):
+    """Int8 activations in narrow channel groups: one launch for all of them."""
+
+    note = "Triton multiplies int8 codes channel by channel. Not tuned: no such GPU was available."
+
+    def __init__(self, request: Conv2dRequest) -> None:
+        super().__init__("xpu", request)
+
+    def convolve(self, x: Tensor, *arguments: Any) -> Tensor:
+        call: Callable[..., Tensor] = triton_ops.conv2d_groups_a8 if runs_now(x) else triton_ops.op_conv2d_groups_a8
+        return call(x, *arguments)
+
+
 def why_not(request: Conv2dRequest) -> str:
     """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     if (reason := why_not_weight(request)) or request.activation is None:
         return reason
+    if takes_channel_groups(request, _LARGEST_COLUMN):
+        products = on_matrix_units(request.k, request.n // request.groups)
+        return device.why_not_int8(request.device) if products else ""
     return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN)
 
 
-def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d:
+def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d | GroupsConv2d:
     """The kernel for a request that `why_not` accepts."""
-    return DenseConv2d(request) if request.activation is None else Int8Conv2d(request)
+    if request.activation is None:
+        return DenseConv2d(request)
+    return GroupsConv2d(request) if takes_channel_groups(request, _LARGEST_COLUMN) else Int8Conv2d(request)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qcore.plugin_api import GIVEN_NAMES
+from qcore_triton import channel_groups
 from qcore_triton.codes import given_of
 from qcore_triton.geometry import Geometry
 from qcore_triton.weights import Weight, bias_of, check_devices
@@ -77,6 +78,14 @@ def conv2d_a8(
     with device_guard(x):
         y = columns.conv2d(x, weight, sums, bias_of(bias, n), geometry, how)
     return y.view(x.shape[0], *geometry.output(*x.shape[2:]), n).movedim(-1, 1)
+
+
+def conv2d_groups_a8(x: Tensor, *arguments: Any) -> Tensor:
+    """Int8 activations in narrow channel groups, see `qcore_triton.channel_groups`."""
+    from .device import launch, options
+
+    with device_guard(x):
+        return channel_groups.convolve(launch, x, *arguments, **options(4))
 
 
 def conv2d_dense(
@@ -177,6 +186,7 @@ op_conv2d_a8 = define(
     conv2d_a8,
     _conv2d_a8_fake,
 )
+op_conv2d_groups_a8 = define(channel_groups.SCHEMA, conv2d_groups_a8, channel_groups.fake)
 op_conv2d_dense = define(
     f"conv2d_dense(Tensor x, {_WEIGHT}, Tensor? bias, {_SIZES}, {_WINDOW}, ScalarType out_dtype) -> Tensor",
     conv2d_dense,
