@@ -99,7 +99,7 @@ def planes(shapes=((3, 13, 12, 33, 1), (9, 17, 40, 80, 40), (1, 40, 6, 12, 3), (
 def depthwise(shapes=((3, 13, 33), (9, 1, 80), (1, 40, 16))):
     """The same for depthwise convolutions on channels that lie side by side: lines, width and channels of an image."""
     generator = torch.Generator().manual_seed(10)
-    for text in ("w8a8", "w4a8-asym", "w8a8-static(0.05,3)", "w4a16-g8-fzp"):
+    for text in ("w8a8", "w4a8-asym", "w8a8-aasym", "w8a8-static(0.05,3)", "w4a16-g8-fzp"):
         parsed = qcore.Scheme.parse(text)
         for height, width, channels in shapes:
             layout, packed, mode = _weight(parsed, channels, 9, generator)

@@ -96,7 +96,7 @@ bool convolve_channels(const Kernels& kernels, const Pool& pool, const Weight& w
   const int64_t lines = image.batch * image.out_height(), work = image.out_width() * image.channels * (image.kh * image.kw + 8);
   std::vector<char> failed(static_cast<size_t>(lines), 0);
   each(pool, lines, std::max<int64_t>(1, PART_WORK / (work + 1)), [&](int64_t line) {
-    const Scratch scratch((image.width + 2 * image.pw) * 64);
+    const Scratch scratch((in.mode == AFFINE ? 3 : 1) * (image.width + 2 * image.pw) * 64);
     if (!scratch.data) failed[static_cast<size_t>(line)] = 1;
     else kernels.channel_line(in, out, image, own.numbers, line / image.out_height(), line % image.out_height(), scratch.data);
   });

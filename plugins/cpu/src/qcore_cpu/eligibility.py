@@ -84,7 +84,7 @@ def takes_channels(request: Conv2dRequest) -> bool:
         return False
     mode, exact = Mode.of(request.activation), request.weight.zero is not ZeroPoint.FLOAT
     one = exact and request.weight.group(request.k) >= request.k and request.x_dtype.is_floating_point
-    return mode is Mode.DIGITS or (one and mode in (Mode.DYNAMIC, Mode.STATIC))
+    return mode is Mode.DIGITS or (one and mode in (Mode.DYNAMIC, Mode.STATIC, Mode.AFFINE))
 
 
 def _channels(request: Conv2dRequest) -> tuple[int, int]:
