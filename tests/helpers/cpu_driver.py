@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g32-asym-aasym", "w8a8-static(0.05,3)")
 
 
-CONVOLUTIONS = ("w8a8", "w4a8", "w8a8-g64-asym", "w8a8-static(0.05,3)")
+CONVOLUTIONS = ("w8a8", "w4a8", "w8a8-g64-asym", "w4a8-asym", "w8a8-static(0.05,3)", "w8a8-asym-static(0.05,3)")
 PLANES = ("w8a8", "w4a8-asym", "w8a8-aasym", "w4a8-g32-fzp-aasym", "w8a8-asym-static(0.05,3)")
 
 

@@ -67,6 +67,67 @@ static int tile_steps(int64_t fold, bool four) {
   return 1;
 }
 
+// Tiles 0 to 3: accumulators (rows x columns: 0 1 over 2 3), 4 and 5: x, 6 and 7: codes.
+static void amx_tiles_for(int upper, int lower, int steps) {
+  TileConfig config{};
+  config.palette = 1;
+  for (int t = 0; t < 4; t++) config.rows[t] = (uint8_t)(t < 2 ? upper : lower), config.bytes[t] = 64;
+  config.rows[4] = (uint8_t)upper, config.rows[5] = (uint8_t)lower;
+  config.bytes[4] = config.bytes[5] = (uint16_t)(steps * 4);
+  for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)steps, config.bytes[t] = 64;
+  if (!lower) config.bytes[2] = config.bytes[3] = config.bytes[5] = 0;
+  amx_configure(config);
+}
+
+static inline void amx_begin(int lower) {
+  amx_zero<0>();
+  amx_zero<1>();
+  if (lower) amx_zero<2>(), amx_zero<3>();
+}
+
+// Rows at q, `row_step` bytes apart, times the bytes b of one tile's steps.
+template <bool SIGNED>
+static inline void amx_step(const int8_t* q, int64_t row_step, const uint8_t* b, int lower) {
+  amx_load<6>(b, 128);
+  amx_load<4>(q, row_step);
+  amx_dot<0, 4, 6, SIGNED>();
+  amx_load<7>(b + 64, 128);
+  amx_dot<1, 4, 7, SIGNED>();
+  if (lower) {
+    amx_load<5>(q + 16 * row_step, row_step);
+    amx_dot<2, 5, 6, SIGNED>();
+    amx_dot<3, 5, 7, SIGNED>();
+  }
+}
+
+static inline void amx_end(int32_t (&acc)[AMX_ROWS][COLUMNS], int lower) {
+  amx_store<0>(&acc[0][0], COLUMNS * 4);
+  amx_store<1>(&acc[0][16], COLUMNS * 4);
+  if (lower) {
+    amx_store<2>(&acc[16][0], COLUMNS * 4);
+    amx_store<3>(&acc[16][16], COLUMNS * 4);
+  }
+}
+
+// Codes of 4 bits as bytes of one tile's steps, to L1; returns where the next ones begin. SIGNED: less their offset.
+template <Element E, bool SIGNED>
+static inline const uint8_t* amx_bytes(const uint8_t* codes, int steps, I table, int32_t offset, uint8_t* to) {
+  const I mask = nibble_mask(), less = _mm512_set1_epi8((int8_t)offset);
+  for (int s = 0; s < steps; s += 2, codes += 128) {
+    prefetch(codes + 2048);
+    prefetch(codes + 2048 + 64);
+    for (int h = 0; h < 2; h++) {
+      const I v = load_i(codes + 64 * h);
+      I low = low_nibbles(v, mask), high = high_nibbles(v, mask);
+      if constexpr (E == HALVES4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
+      if constexpr (SIGNED) low = _mm512_sub_epi8(low, less), high = _mm512_sub_epi8(high, less);
+      _mm512_store_si512(to + s * 128 + 64 * h, low);
+      _mm512_store_si512(to + (s + 1) * 128 + 64 * h, high);
+    }
+  }
+  return codes;
+}
+
 // ZEROS: there are zero points of any kind. 4-bit codes without them are multiplied as signed numbers, which need no sums of
 // x; others less their offset or zero point.
 template <Element E, int D, bool ZEROS>
@@ -78,57 +139,25 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
   const int upper = digit_rows < 16 ? digit_rows : 16, lower = digit_rows - upper;
   const bool grouped = w.at.groups > 1, zeroed = ZEROS && w.sums && in.mode != DIGITS;
   const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
-  const I mask = nibble_mask(), table = E == HALVES4 ? table_bytes(w.whole) : mask;
-  const I less = _mm512_set1_epi8((int8_t)w.offset);
+  const I table = E == HALVES4 ? table_bytes(w.whole) : nibble_mask();
   const ScaleVectors scales(w);
   alignas(64) uint8_t decoded[16 * 128];
   alignas(64) int32_t acc[2][AMX_ROWS][COLUMNS];  // of one fold, and of the one before
   alignas(64) float sum[AMX_ROWS / D][COLUMNS];
   __builtin_memset(sum, 0, sizeof sum);
-  // Tiles 0 to 3: accumulators (rows x columns: 0 1 over 2 3), 4 and 5: x, 6 and 7: codes.
-  TileConfig config{};
-  config.palette = 1;
-  for (int t = 0; t < 4; t++) config.rows[t] = (uint8_t)(t < 2 ? upper : lower), config.bytes[t] = 64;
-  config.rows[4] = (uint8_t)upper, config.rows[5] = (uint8_t)lower;
-  config.bytes[4] = config.bytes[5] = (uint16_t)(steps * 4);
-  for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)steps, config.bytes[t] = 64;
-  if (!lower) config.bytes[2] = config.bytes[3] = config.bytes[5] = 0;
-  amx_configure(config);
+  amx_tiles_for(upper, lower, steps);
   // 1. Products of fold f. Codes of 4 bits become bytes in L1 first, 16 steps of 128 bytes at most.
   const auto multiply = [&](int64_t f) {
-    amx_zero<0>();
-    amx_zero<1>();
-    if (lower) amx_zero<2>(), amx_zero<3>();
+    amx_begin(lower);
     for (int64_t k4 = 0; k4 < fold / 4; k4 += steps) {
       const uint8_t* b = codes;
       if constexpr (FOUR) {
-        for (int s = 0; s < steps; s += 2, codes += 128) {
-          prefetch(codes + 2048);
-          prefetch(codes + 2048 + 64);
-          for (int h = 0; h < 2; h++) {
-            const I v = load_i(codes + 64 * h);
-            I low = low_nibbles(v, mask), high = high_nibbles(v, mask);
-            if constexpr (E == HALVES4) low = lookup_bytes(table, low), high = lookup_bytes(table, high);
-            if constexpr (SIGNED) low = _mm512_sub_epi8(low, less), high = _mm512_sub_epi8(high, less);
-            _mm512_store_si512(decoded + s * 128 + 64 * h, low);
-            _mm512_store_si512(decoded + (s + 1) * 128 + 64 * h, high);
-          }
-        }
+        codes = amx_bytes<E, SIGNED>(codes, steps, table, w.offset, decoded);
         b = decoded;
       } else {
         codes += steps * 128;
       }
-      const int8_t* q = x.q + f * fold + k4 * 4;
-      amx_load<6>(b, 128);
-      amx_load<4>(q, x.row_step);
-      amx_dot<0, 4, 6, SIGNED>();
-      amx_load<7>(b + 64, 128);
-      amx_dot<1, 4, 7, SIGNED>();
-      if (lower) {
-        amx_load<5>(q + 16 * x.row_step, x.row_step);
-        amx_dot<2, 5, 6, SIGNED>();
-        amx_dot<3, 5, 7, SIGNED>();
-      }
+      amx_step<SIGNED>(x.q + f * fold + k4 * 4, x.row_step, b, lower);
     }
   };
   // 2. Fold f: offset or zero points, digits to one number, scales. In the same order as `tile`, for the same bits.
@@ -174,13 +203,7 @@ static void amx_tile(const Weight& w, const Input& in, const Output& out, const 
   for (int64_t f = 0; f < folds; f++) {
     multiply(f);
     if (f) finish(f - 1);
-    int32_t(*part)[COLUMNS] = acc[f % 2];
-    amx_store<0>(&part[0][0], COLUMNS * 4);
-    amx_store<1>(&part[0][16], COLUMNS * 4);
-    if (lower) {
-      amx_store<2>(&part[16][0], COLUMNS * 4);
-      amx_store<3>(&part[16][16], COLUMNS * 4);
-    }
+    amx_end(acc[f % 2], lower);
   }
   finish(folds - 1);
   amx_release();
@@ -207,4 +230,44 @@ static void amx_product(const Weight& w, const Input& in, const Output& out, con
   if (w.element == INT4) amx_of<INT4>(w, in, out, x, nb, rows, count, digits, row0);
   else if (w.element == INT8) amx_of<INT8>(w, in, out, x, nb, rows, count, digits, row0);
   else amx_of<HALVES4>(w, in, out, x, nb, rows, count, digits, row0);
+}
+
+// Windows of a convolution, which lie at a constant step: up to AMX_ROWS of them.
+constexpr int AMX_LEAST_STEPS = 8;  // of a tile, below which vectors are faster
+
+template <Element E>
+static void amx_window_tile(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
+  constexpr bool FOUR = E != INT8;
+  const int steps = tile_steps(x.run, FOUR), upper = count < 16 ? count : 16, lower = count - upper;
+  const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
+  alignas(64) uint8_t decoded[16 * 128];
+  alignas(64) int32_t acc[AMX_ROWS][COLUMNS];
+  amx_tiles_for(upper, lower, steps);
+  amx_begin(lower);
+  for (int64_t t = 0; t < x.count; t++)
+    for (int64_t k = 0; k < x.run; k += steps * 4) {
+      const uint8_t* b = FOUR ? decoded : codes;
+      if constexpr (FOUR) codes = amx_bytes<E, false>(codes, steps, nibble_mask(), 0, decoded);
+      else codes += steps * 128;
+      amx_step<false>(x.x + x.taps[t] + k, x.step, b, lower);
+    }
+  amx_end(acc, lower);
+  amx_release();
+  const WindowEnd<2> end(w, out, x, nb * COLUMNS);
+  for (int r = 0; r < count; r++) {
+    const I less = set_i(w.zero ? 0 : w.offset * x.sums[r]);
+    const I sums[2] = {sub_i(load_i(&acc[r][0]), less), sub_i(load_i(&acc[r][LANES]), less)};
+    end.finish(r, sums, 0, row0 + r);
+  }
+}
+
+static void amx_window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
+  const bool four = w.element == INT4;
+  if (count >= AMX_FROM && tile_steps(x.run, four) >= AMX_LEAST_STEPS)
+    return (four ? amx_window_tile<INT4> : amx_window_tile<INT8>)(w, out, x, nb, count, row0);
+  const int rows = even_rows(count, DIGIT_ROWS);
+  for (int r = 0; r < count; r += rows) {
+    const Windows some{x.x + r * x.step, x.step, x.taps, x.count, x.run, x.sums + r, x.scales + r, x.zero};
+    window_product(w, out, some, nb, count - r < rows ? count - r : rows, row0 + r);
+  }
 }

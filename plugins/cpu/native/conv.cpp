@@ -54,12 +54,12 @@ bool has_windows(const Weight& w, const Image& image, const Input& in) {
          (in.mode == STATIC || in.mode == DYNAMIC);
 }
 
-// Multiply the windows of a line of `width` results, the first of which has the number `row0`: `windows` gives those from
-// one on. Sums and scales of the windows are those of the line.
+// Multiply the windows of `width` results, the first of which has the number `row0`: `windows` gives those from one on. Sums and
+// scales of the windows are those of the line.
 template <class From>
-void multiply_line(const Kernels& kernels, const Weight& w, const Output& out, int64_t width, int64_t row0,
+void multiply_rows(const Kernels& kernels, const Weight& w, const Output& out, int64_t width, int64_t row0,
                    const From& windows) {
-  const int rows = even_rows(width, kernels.product.digit_rows);
+  const int rows = even_rows(width, kernels.window_rows);
   for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++)
     for (int64_t v = 0; v < width; v += rows)
       kernels.window_product(w, out, windows(v), nb, static_cast<int>(std::min<int64_t>(rows, width - v)), row0 + v);
@@ -117,7 +117,7 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
       const int32_t* from = below.data() + j * image.dw;
       for (int64_t v = 0; v < ow; v++) window_sums[static_cast<size_t>(v)] += from[v * image.sw];
     }
-    multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
+    multiply_rows(kernels, w, out, ow, line * ow, [&](int64_t v) {
       return Windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), runs, beside * own, window_sums.data() + v,
                      scales.data() + v, in.zero};
     });
@@ -125,36 +125,24 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
   return true;
 }
 
-// A scale per window: the windows of a line of results become rows of codes, by the largest magnitude of their pixels.
-bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
-                     const Output& out, int64_t group) {
-  const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
-  const int64_t pixels = image.batch * image.height * image.width, size = type_size(in.type);
-  const Scratch largest(pixels * 4);
-  if (!largest.data) return false;
-  int32_t* map = reinterpret_cast<int32_t*>(largest.data);
-  const char* x = static_cast<const char*>(in.x) + group * own * size;
-  each(pool, pixels, std::max<int64_t>(1, (1 << 14) / own), [&](int64_t pixel) {
-    map[pixel] = kernels.magnitude(x + pixel * image.channels * size, in.type, own);
-  });
-  const int64_t step = w.at.k + 64;  // not a power of two, so that rows do not share one set of the cache
-  const int64_t none = 0;
-  std::vector<char> failed(static_cast<size_t>(image.batch * oh), 0);
-  each(pool, image.batch * oh, std::max<int64_t>(1, (1 << 16) / (ow * w.at.k * w.n + 1)), [&](int64_t line) {
+// A line of results whose windows become rows of codes `step` apart, by the largest magnitude of their pixels.
+struct CodeLine {
+  const Kernels& kernels;
+  const Image& image;
+  const Input& in;
+  int64_t group, step;
+  const int32_t* pixels;  // largest magnitude of each pixel, in this group's channels
+
+  void fill(int64_t line, int8_t* q, float* scales, int32_t* sums) const {
+    const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
+    const int64_t size = type_size(in.type), k = image.kh * image.kw * own;
+    const char* x = static_cast<const char*>(in.x) + group * own * size;
     const int64_t b = line / oh, top = line % oh * image.sh - image.ph;
-    const Scratch codes(ow * (step + 8) + 64);
-    if (!codes.data) {
-      failed[static_cast<size_t>(line)] = 1;
-      return;
-    }
-    int8_t* q = reinterpret_cast<int8_t*>(codes.data);
-    float* scales = reinterpret_cast<float*>(codes.data + round_up(ow * step, 64));
-    int32_t* sums = reinterpret_cast<int32_t*>(scales + ow);
     std::vector<int32_t> below(static_cast<size_t>(image.width + 2 * image.pw), 0);  // largest of pixels above one another
     for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
       if (h < 0 || h >= image.height) continue;
       int32_t* most = below.data() + image.pw;
-      const int32_t* from = map + (b * image.height + h) * image.width;
+      const int32_t* from = pixels + (b * image.height + h) * image.width;
       for (int64_t u = 0; u < image.width; u++) most[u] = std::max(most[u], from[u]);
     }
     const auto present = [&](int64_t i) { return top + i * image.dh >= 0 && top + i * image.dh < image.height; };
@@ -176,7 +164,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       scales[v] = scale, sums[v] = 0;
       int8_t* to = q + v * step;
       if (most >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
-        std::memset(to, 0, static_cast<size_t>(w.at.k));
+        std::memset(to, 0, static_cast<size_t>(k));
         before = INFINITE;
         continue;
       }
@@ -200,7 +188,38 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
         }
       }
     }
-    multiply_line(kernels, w, out, ow, line * ow, [&](int64_t v) {
+  }
+};
+
+// A scale per window: windows become rows of codes, those of several lines of results at a time if these are short.
+bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
+                     const Output& out, int64_t group) {
+  const int64_t own = image.channels / image.groups, ow = image.out_width(), lines = image.batch * image.out_height();
+  const int64_t pixels = image.batch * image.height * image.width, size = type_size(in.type);
+  const Scratch largest(pixels * 4);
+  if (!largest.data) return false;
+  int32_t* map = reinterpret_cast<int32_t*>(largest.data);
+  const char* x = static_cast<const char*>(in.x) + group * own * size;
+  each(pool, pixels, std::max<int64_t>(1, (1 << 14) / own), [&](int64_t pixel) {
+    map[pixel] = kernels.magnitude(x + pixel * image.channels * size, in.type, own);
+  });
+  const int64_t step = w.at.k + 64;  // not a power of two, so that rows do not share one set of the cache
+  const CodeLine codes_of{kernels, image, in, group, step, map};
+  const int64_t together = std::max<int64_t>(1, std::min(kernels.window_rows / ow, lines / (4 * pool.threads)));
+  const int64_t units = ceil_div(lines, together), none = 0;
+  std::vector<char> failed(static_cast<size_t>(units), 0);
+  each(pool, units, std::max<int64_t>(1, (1 << 16) / (together * ow * w.at.k * w.n + 1)), [&](int64_t unit) {
+    const int64_t first = unit * together, here = std::min(together, lines - first), rows = here * ow;
+    const Scratch codes(rows * (step + 8) + 64);
+    if (!codes.data) {
+      failed[static_cast<size_t>(unit)] = 1;
+      return;
+    }
+    int8_t* q = reinterpret_cast<int8_t*>(codes.data);
+    float* scales = reinterpret_cast<float*>(codes.data + round_up(rows * step, 64));
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + rows);
+    for (int64_t l = 0; l < here; l++) codes_of.fill(first + l, q + l * ow * step, scales + l * ow, sums + l * ow);
+    multiply_rows(kernels, w, out, rows, first * ow, [&](int64_t v) {
       return Windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};
     });
   });

@@ -196,7 +196,8 @@ struct Kernels {
   int32_t (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums);
   // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
-  // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows.
+  // A convolution's windows, up to `window_rows` of them, times 32 columns, where the weight has one scale per channel: see Windows.
+  int window_rows;
   void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int count, int64_t row0);
   // The same for float x: windows of bfloat16 where `bf16_panel` serves, of float32. Null: rows are gathered for the panels.
   void (*bf16_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);

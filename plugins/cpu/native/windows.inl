@@ -123,6 +123,39 @@ window_sweep(const uint8_t* codes, const Windows& x, int32_t offset, bool own_ze
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) result[r][h] = acc[r][h];
 }
 
+// What becomes of the sums of H vectors of columns: scales and zero points of the weight, one for each channel.
+template <int H>
+struct WindowEnd {
+  const Weight& w;
+  const Output& out;
+  const Windows& x;
+  int64_t column;
+  F scale[H], added[H];
+  alignas(64) float bias[COLUMNS];
+  WindowEnd(const Weight& w, const Output& out, const Windows& x, int64_t column) : w(w), out(out), x(x), column(column) {
+    read_bias(out, column, w.n, H * LANES, bias);
+    for (int h = 0; h < H; h++) {
+      scale[h] = scales_f(w, column + h * LANES);
+      added[h] = w.added ? widen_f(w.added, column + h * LANES, w.scale_type) : set_f(0);
+    }
+  }
+  // Sums of window r, from which the offset is subtracted where there are no zero points.
+  inline __attribute__((always_inline)) void finish(int r, const I (&sums)[H], int signed_offset, int64_t row) const {
+    const F total = set_f((float)(x.sums[r] - (int32_t)w.at.k * x.zero)), step = set_f(x.scales[r]);
+    F results[H];
+    for (int h = 0; h < H; h++) {
+      const int64_t at = column + h * LANES;
+      I c = sums[h];
+      if (w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
+      if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
+      F v = mul_f(to_f(c), scale[h]);
+      if (w.added) v = fma_f(added[h], total, v);
+      results[h] = mul_f(v, step);
+    }
+    finish_vectors(out, row, column, w.n, bias, results);
+  }
+};
+
 template <Element E, int R>
 static void window_tile(const Weight& w, const Output& out, const Windows& x, int64_t nb, int first, int64_t row0) {
   constexpr int H = TILE_COLUMNS / LANES;
@@ -132,27 +165,8 @@ static void window_tile(const Weight& w, const Output& out, const Windows& x, in
   const int signed_offset = SIGNED_CODES && E == INT8 ? 128 : 0;
   I acc[R][H];
   window_sweep<E, R, H>(codes, x, w.offset - signed_offset, w.zero, acc);
-  alignas(64) float bias[COLUMNS];
-  read_bias(out, column, w.n, TILE_COLUMNS, bias);
-  F scale[H], added[H];  // one for each channel
-  for (int h = 0; h < H; h++) {
-    scale[h] = scales_f(w, column + h * LANES);
-    added[h] = w.added ? widen_f(w.added, column + h * LANES, w.scale_type) : set_f(0);
-  }
-  for (int r = 0; r < R; r++) {
-    const F total = set_f((float)(x.sums[r] - (int32_t)w.at.k * x.zero)), step = set_f(x.scales[r]);
-    F results[H];
-    for (int h = 0; h < H; h++) {
-      const int64_t at = column + h * LANES;
-      I c = acc[r][h];
-      if (w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
-      if (w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
-      F v = mul_f(to_f(c), scale[h]);
-      if (w.added) v = fma_f(added[h], total, v);
-      results[h] = mul_f(v, step);
-    }
-    finish_vectors(out, row0 + r, column, w.n, bias, results);
-  }
+  const WindowEnd<H> end(w, out, x, column);
+  for (int r = 0; r < R; r++) end.finish(r, acc[r], signed_offset, row0 + r);
 }
 
 using WindowTile = void (*)(const Weight&, const Output&, const Windows&, int64_t, int, int64_t);
