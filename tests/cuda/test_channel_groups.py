@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from grids import sampled
@@ -24,6 +26,8 @@ WIDE = (
     _Shape("many-positions", (1, 5, 33, 21), 5, (3, 3), padding=(1, 1), groups=5, bias=True),
     _Shape("wide-groups", (1, 40, 6, 6), 24, (3, 3), padding=(1, 1), groups=2),
     _Shape("long-columns", (1, 48, 9, 6), 80, (5, 3), padding=(1, 1), groups=4, channels_last=True, bias=True),
+    _Shape("many-outputs", (1, 8, 5, 4), 140, (3, 3), padding=(1, 1), groups=2, bias=True),
+    _Shape("many-outputs-last", (2, 6, 4, 4), 216, (1, 2), groups=3, channels_last=True),
     _Shape("one-by-one", (2, 12, 5, 5), 18, (1, 1), groups=6, bias=True),
 )
 SHAPES = (*(shape for shape in _SHAPES if shape.groups > 1), *WIDE)
@@ -37,6 +41,7 @@ def on_cpu():
     library = torch.library.Library(ops.NAMESPACE, "IMPL")
     for name in ("conv2d_groups_a8", "conv2d_a16"):
         library.impl(name, getattr(conv_ops, name), "CPU")
+    library.impl("linear_a16", ops._linear_a16, "CPU")
     yield
     library._destroy()
 
@@ -60,6 +65,17 @@ def check(case):
     again = made.unpack(packed)
     assert torch.equal(again.data, case.weight.data)
     return y
+
+
+@pytest.mark.parametrize("outputs", [2, 40])
+def test_channels_may_lie_far_apart(outputs):
+    """Behind each other by 2**30 bytes: the last one begins beyond what 32 bits hold."""
+    shape = _Shape("far", (1, 6, 4, 4), outputs, (3, 3), padding=(1, 1), groups=2)
+    case = problem("w8a8-static-o8", shape, torch.int8)
+    memory = torch.empty(6 << 30, dtype=torch.int8)  # only pages that are written exist
+    far = memory.as_strided((1, 6, 4, 4), (6 << 30, 1 << 30, 4, 1))
+    far.copy_(case.x)
+    check(replace(case, x=far))
 
 
 CASES = [(scheme, shape, dtype) for dtype in (torch.bfloat16, torch.float32) for shape in SHAPES for scheme in SCHEMES]
@@ -95,7 +111,7 @@ def test_results_have_the_strides_that_a_trace_expects(shape):
 
 
 @pytest.mark.parametrize("scheme", ["wfp8a16", "nvfp4", "mxfp4", "nf4", "wfp8a16-g32-e8m0"])
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*SHAPES[:4], *_SHAPES[:4]], ids=lambda shape: shape.name)
 def test_tables_are_right_with_float_activations(scheme, shape):
     from qcore_cuda.conv2d import FloatConv2d, kernel
     from qcore_cuda.eligibility import _why_not_weight

@@ -217,7 +217,7 @@ def test_pieces_of_images_and_whole_ones_agree(scheme, monkeypatch):
         kernel = plain_conv2d.PlainConv2d(problem.request)
         packed = kernel.pack(problem.weight)
         results = []
-        for elements in (1 << 20, 300, 1):  # whole batches, some rows of some images, one row of one image
+        for elements in (1 << 20, 300, 1):  # whole batches, some rows of some images, one position
             monkeypatch.setattr(columns, "chunk_elements", lambda _x, elements=elements: elements)
             results.append(kernel(problem.x, packed, problem.bias))
         for result in results:

@@ -1,4 +1,4 @@
-"""im2col in pieces: the columns of a few output rows at a time, so that all passes over them stay in a CPU's cache."""
+"""im2col in pieces: columns of some output positions at a time, so that all passes over them stay in a CPU's cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def by_pieces(x: Tensor, request: Conv2dRequest, product: Product, column: int) 
     batch, height, width = windows.shape[0], windows.shape[2], windows.shape[3]
     if torch.compiler.is_compiling() or not batch:
         return _results(windows, request, product)
-    positions = chunk_elements(x) // max(1, column)
-    rows = min(height, max(1, positions // width))
-    images = max(1, positions // (width * height))
-    parts = [
-        _joined([_results(lines, request, product) for lines in torch.split(some, rows, dim=2)], 2)
-        for some in torch.split(windows, images)
-    ]
-    return _joined(parts, 0)
+    positions = max(1, chunk_elements(x) // max(1, column))
+    sizes = {0: positions // (width * height), 2: positions // width, 3: positions}  # images, rows, columns of results
+
+    def computed(some: Tensor, dims: tuple[int, ...]) -> Tensor:
+        if not dims:
+            return _results(some, request, product)
+        parts = [computed(part, dims[1:]) for part in torch.split(some, max(1, sizes[dims[0]]), dims[0])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dims[0])
+
+    return computed(windows, (0, 2, 3))
 
 
 def _windows(x: Tensor, request: Conv2dRequest) -> Tensor:
@@ -51,7 +53,3 @@ def _results(windows: Tensor, request: Conv2dRequest, product: Product) -> Tenso
     # One copy, in the order of the weight's columns. Positions come last: they are many, and all passes run along them.
     columns = parts.permute(1, 5, 6, 2, 0, 3, 4).reshape(request.groups, request.k, batch * height * width)
     return product(columns).view(request.n, batch, height, width).transpose(0, 1)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

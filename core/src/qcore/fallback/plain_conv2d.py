@@ -60,7 +60,7 @@ class PlainConv2d(NeutralKernel):
             values = quantize_fp8(tokens, scale).to(dtype) * scale
             return self._finished(torch.matmul(kernel, values.transpose(1, 2)), bias)
 
-        return by_pieces(x.to(dtype), r, product, r.groups * self.k)
+        return by_pieces(x.to(dtype), r, product, max(r.groups * self.k, self.n))
 
     def _finished(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Results ``(OC, M)`` of products ``(groups, OC/groups, M)`` that only `finish` overwrites."""

@@ -98,13 +98,13 @@ def convolve(
     j = part * BN + tl.arange(0, BN)[None, :]
     n = channel_group * EACH + j
     in_p, in_n = p < positions, j < EACH
-    image = p // (OH * OW)
-    inside = (p % (OH * OW)).to(tl.int32)
-    h, w0 = inside // OW * stride_h - top, inside % OW * stride_w - left
+    size = tl.full((), OH, tl.int64) * OW
+    image, inside = p // size, p % size
+    h, w0 = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
     x += image * batch_stride + h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
     x += channel_group.to(tl.int64) * CHANNELS * channel_stride
     window = tl.full((), H, tl.uint32), tl.full((), W, tl.uint32), dilation_h, dilation_w
-    strides = channel_stride, row_stride, column_stride
+    strides = tl.full((), channel_stride, tl.int64), row_stride, column_stride
     ks = tl.arange(0, BK)
     # Channels of the next group and codes beyond a group's end are read, too: their products are not stored, or with 0.
     row = tl.minimum(channel_group * EACH + part * BN + tl.arange(0, BN), N - 1).to(tl.int64)[:, None] * (pitch * 32)
@@ -157,6 +157,5 @@ def convolve(
     bound = tl.where(in_n, n, N)  # channels of the next group have no bias here
     v = total * s[:, None]
     v = ended(v, p, bound, positions, N, bias, y, y, out_scale_number, out_zero_number, y, HAS_BIAS, OUT)
-    size = OH * OW
     y += p * N + n if LAST else (image * N + n) * size + inside
     tl.store(y, v, mask=in_p & in_n)

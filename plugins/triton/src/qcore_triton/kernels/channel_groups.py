@@ -96,15 +96,15 @@ def convolve(
     else:
         p, n = p[None, :], n[:, None]
     in_p, in_n = p < positions, n < N
-    image = p // (OH * OW)
-    inside = (p % (OH * OW)).to(tl.int32)
-    h, w0 = inside // OW * stride_h - top, inside % OW * stride_w - left
+    size = tl.full((), OH, tl.int64) * OW
+    image, inside = p // size, p % size
+    h, w0 = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
     # Channels beyond N read those of channel N - 1: masks depend on positions only, and are shared by all channels.
     known = tl.minimum(n, N - 1)
     first = h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
     x += image * batch_stride + first + (known // EACH * CHANNELS).to(tl.int64) * channel_stride
     window = tl.full((), H, tl.uint32), tl.full((), W, tl.uint32), dilation_h, dilation_w
-    strides = channel_stride, row_stride, column_stride
+    strides = tl.full((), channel_stride, tl.int64), row_stride, column_stride
     most = tl.zeros_like((in_p & in_n).to(tl.int32))
     below = most
     begin(PDL)
@@ -143,6 +143,5 @@ def convolve(
     if MODE == TENSOR:
         s, z = parameters(most, most, 0, given_scale, given_zero, MODE)
     v = ended(total * s, p, n, positions, N, bias, y, y, out_scale_number, out_zero_number, y, HAS_BIAS, OUT)
-    size = OH * OW
     y += p * N + n if LAST else (image * N + n) * size + inside
     tl.store(y, v, mask=in_p & in_n)
