@@ -10,26 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .channel_groups import window_values
 from .int8_common import ended
 from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .rounding import begin, magnitude
-
-
-@triton.jit
-def _values(x, k, end, h, w, real, window, strides, CHANNELS: tl.constexpr, KW: tl.constexpr):
-    """Elements ``k`` below ``end`` of the columns of a tile, in float32 (0 outside the image), and which are inside.
-
-    ``x``: addresses of the first elements, at (h, w), all ``(BM, 1)``; ``k``: ``(1, BK)``.
-    """
-    H, W, dilation_h, dilation_w = window
-    channel_stride, row_stride, column_stride = strides
-    tap = k // CHANNELS
-    down, right = tap // KW * dilation_h, tap % KW * dilation_w
-    shift = down.to(tl.int64) * row_stride + right.to(tl.int64) * column_stride + k % CHANNELS * channel_stride
-    # As unsigned numbers, negative ones are above every size: one comparison for both ends.
-    inside = ((h + down).to(tl.uint32, bitcast=True) < H) & ((w + right).to(tl.uint32, bitcast=True) < W)
-    seen = real & (k < end) & inside
-    return tl.load(x + shift, mask=seen, other=0).to(tl.float32), seen
 
 
 @triton.jit(
@@ -115,7 +99,7 @@ def convolve(
     if MODE == SYMMETRIC or MODE == ASYMMETRIC:
         for start in range(0, K, BK):
             k = start + ks[None, :]
-            v, _ = _values(x, k, K, h, w0, in_p, window, strides, CHANNELS, KW)
+            v, _ = window_values(x, k, h, w0, in_p & (k < K), window, strides, CHANNELS, KW)
             low, high = extent(v, MODE)
             below, most = tl.maximum(below, tl.max(low, 1)), tl.maximum(most, tl.max(high, 1))
     s, z = parameters(below, most, 0, given_scale, given_zero, MODE)
@@ -130,7 +114,7 @@ def convolve(
         acc, codes = tl.zeros((BM, BN), tl.int32), tl.zeros((BM,), tl.int32)
         for start in range(begun, end, BK):
             k = start + ks[None, :]
-            v, seen = _values(x, k, end, h, w0, in_p, window, strides, CHANNELS, KW)
+            v, seen = window_values(x, k, h, w0, in_p & (k < end), window, strides, CHANNELS, KW)
             if MODE == TENSOR:
                 most = tl.maximum(most, tl.max(magnitude(v), 1))
             if CODES:

@@ -17,10 +17,11 @@ from .rounding import begin, magnitude
 
 
 @triton.jit
-def _values(x, step, h, w, real, window, strides, CHANNELS: tl.constexpr, KW: tl.constexpr):
-    """Element ``step`` of all columns of a tile, in float32 (0 outside the image), and whether it is inside.
+def window_values(x, step, h, w, real, window, strides, CHANNELS: tl.constexpr, KW: tl.constexpr):
+    """Element ``step`` of all columns of a tile, in float32 (0 outside), and whether it is ``real`` and in the image.
 
-    ``x``: addresses of the first elements, at (h, w), of which only the positions matter for what is outside.
+    ``x``: addresses of the first elements, at (h, w), of which only the positions matter for what is outside; ``step``:
+    one for all, or a row of several for a column of positions.
     """
     H, W, dilation_h, dilation_w = window
     channel_stride, row_stride, column_stride = strides
@@ -111,7 +112,7 @@ def convolve(
     # 2. Over the columns: their extents, and with them scales and zero points. The image stays in the L1 cache.
     if MODE == SYMMETRIC or MODE == ASYMMETRIC:
         for step in range(K):
-            v, _ = _values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
+            v, _ = window_values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
             low, high = extent(v, MODE)
             below, most = tl.maximum(below, low), tl.maximum(most, high)
     s, z = parameters(below, most, 0, given_scale, given_zero, MODE)
@@ -127,7 +128,7 @@ def convolve(
             zero = tl.load(w_zero + at).to(tl.int32)
         acc, codes = tl.zeros_like(most), tl.zeros_like(most)
         for step in range(g * group, tl.minimum((g + 1) * group, K)):
-            v, seen = _values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
+            v, seen = window_values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
             if MODE == TENSOR:
                 most = tl.maximum(most, magnitude(v))
             if CODES:
