@@ -141,7 +141,8 @@ class ChannelProduct:
         """Multiply columns of centred codes ``(heads, K, M)``, in natural order, giving ``(heads, N/heads, M)``."""
         reader = self.reader
         if reader.padding:
-            columns = torch.nn.functional.pad(columns, (0, 0, 0, reader.padding))
+            # Not F.pad, which torch 2.9 refuses for columns without positions.
+            columns = torch.cat([columns, columns.new_zeros(self.heads, reader.padding, columns.shape[-1])], 1)
         x = columns.view(self.heads, reader.groups, reader.group, columns.shape[-1])
         # The weight stands in the place of x: its product with columns whose positions come last needs no copy.
         y = exact_groups(self.weight, x.permute(0, 3, 1, 2), self.bound) * self.scale
