@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contracts import Conv2dRequest
+from .integer import concatenated
 from .weights import chunk_elements
 
 Product = Callable[[Tensor], Tensor]
@@ -34,7 +35,7 @@ def by_pieces(x: Tensor, request: Conv2dRequest, product: Product, column: int) 
         if not dims:
             return _results(some, request, product)
         parts = [computed(part, dims[1:]) for part in torch.split(some, max(1, sizes[dims[0]]), dims[0])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dims[0])
+        return concatenated(parts, dims[0])
 
     return computed(windows, (0, 2, 3))
 

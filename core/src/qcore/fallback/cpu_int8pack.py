@@ -18,7 +18,7 @@ from ..contracts import LinearRequest
 from ..discovery.kernels import Packed
 from ..formats import Format
 from ..formats.tracing import runs_now
-from .integer import cat_columns, split_bias
+from .integer import concatenated, split_bias
 from .ops import int8_product, op
 from .plain_linear import PlainLinear
 
@@ -53,7 +53,7 @@ def int8pack(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     weights = torch.split(data, rows)
     starts = (None,) * len(weights) if inside is None else torch.split(inside, rows)
     parts = zip(weights, starts, strict=True)
-    y = cat_columns([F.linear(x, part.to(torch.bfloat16), start) for part, start in parts]).float() * scale
+    y = concatenated([F.linear(x, part.to(torch.bfloat16), start) for part, start in parts]).float() * scale
     return (y if rest is None else y + rest).to(torch.bfloat16)
 
 

@@ -108,7 +108,7 @@ def integer_product(reader: WeightReader, x: Tensor, packed: Packed, bound: int)
         x = torch.nn.functional.pad(x, (0, reader.padding))
     x = x.reshape(rows, reader.groups, reader.group)
     elements = _PRODUCTS * reader.k // max(1, reader.groups * known)
-    return cat_columns([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
+    return concatenated([_chunk_product(reader, x, *chunk, bound) for chunk in reader.chunks(packed, elements)])
 
 
 def _chunk_product(
@@ -156,9 +156,9 @@ class ChannelProduct:
         return parameter.float().reshape(groups, self.heads, n // self.heads, 1).transpose(0, 1)
 
 
-def cat_columns(parts: list[Tensor]) -> Tensor:
-    """Concatenate chunks of output columns."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+def concatenated(parts: list[Tensor], dim: int = -1) -> Tensor:
+    """Concatenate chunks of a result, by default of output columns; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def split_bias(bias: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from ..contracts import LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
 from ..formats import ZeroPoint
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
-from .integer import activation_bound, cat_columns, centred_activations, finish, integer_product, split_bias
+from .integer import activation_bound, centred_activations, concatenated, finish, integer_product, split_bias
 from .weights import NeutralKernel, autocast_device
 
 
@@ -72,7 +72,7 @@ class PlainLinear(NeutralKernel, RowsKernel):
         elif bias is not None and self.compute.itemsize == 2:
             start, bias = split_bias(bias, None if scale is None else scale[0], self.compute)
         starts = None if start is None else iter(torch.split(start, self.reader.chunk_rows(packed["data"])))
-        y = cat_columns([F.linear(x, w, None if starts is None else next(starts)) for w in self._dense(packed)])
+        y = concatenated([F.linear(x, w, None if starts is None else next(starts)) for w in self._dense(packed)])
         if scale is not None:
             y = y.to(wide) * scale
         if bias is not None:

@@ -68,7 +68,7 @@ class Int8Conv2d(PackedConv2d):
 class GroupsConv2d(ChannelGroupsConv2d):
     """Int8 activations in narrow channel groups: one launch for all of them."""
 
-    note = "Triton multiplies int8 codes channel by channel. Not tuned: no such GPU was available."
+    note = "Triton convolves all channel groups in one launch. Not tuned: no such GPU was available."
 
     def __init__(self, request: Conv2dRequest) -> None:
         super().__init__("xpu", request)

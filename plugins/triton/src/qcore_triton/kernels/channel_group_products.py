@@ -1,8 +1,8 @@
 """Convolutions with int8 activations in channel groups of several channels, as those of ResNeXt, on matrix units.
 
 One launch for all groups, and without columns in memory: each program gathers the columns of some positions in one
-group, quantizes them and multiplies their codes. Floor: the bytes of x and y at memory bandwidth. What bounds it is
-gathering, twice for each element of a column: once for its scale, then for its code.
+group, quantizes them and multiplies their codes. Floor: the bytes of x and y at memory bandwidth. The kernel is above
+it by the instructions that gather each element of a column twice: once for its scale, then for its code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel_groups import window_values
+from .channel_groups import window_starts, window_values
 from .int8_common import ended
 from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .rounding import begin, magnitude
@@ -83,8 +83,7 @@ def convolve(
     n = channel_group * EACH + j
     in_p, in_n = p < positions, j < EACH
     size = tl.full((), OH, tl.int64) * OW
-    image, inside = p // size, p % size
-    h, w0 = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
+    image, inside, h, w0 = window_starts(p, size, OW, stride_h, stride_w, top, left)
     x += image * batch_stride + h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
     x += channel_group.to(tl.int64) * CHANNELS * channel_stride
     window = tl.full((), H, tl.uint32), tl.full((), W, tl.uint32), dilation_h, dilation_w

@@ -2,8 +2,8 @@
 
 Such groups are too narrow for matrix units: each output channel is summed on its own, in int32. A column is the
 receptive field of one output position in one channel group, in (KH, KW, IC) order, and each has its own scale unless
-one is given. Floor: the bytes of x and y at memory bandwidth; x is read from memory once, and twice per element of a
-column from the L1 cache, which is what bounds the kernel.
+one is given. Floor: the bytes of x and y at memory bandwidth. The kernel is above it by its instructions: each element
+of a column is read twice, from the L1 cache, and encoded once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ import triton.language as tl
 from .int8_common import ended
 from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .rounding import begin, magnitude
+
+
+@triton.jit
+def window_starts(p, size, OW, stride_h, stride_w, top, left):
+    """Of output positions p: the image, the position in it, and line and column of the window's first element."""
+    image, inside = p // size, p % size
+    h, w = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
+    return image, inside, h, w
 
 
 @triton.jit
@@ -98,8 +106,7 @@ def convolve(
         p, n = p[None, :], n[:, None]
     in_p, in_n = p < positions, n < N
     size = tl.full((), OH, tl.int64) * OW
-    image, inside = p // size, p % size
-    h, w0 = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
+    image, inside, h, w0 = window_starts(p, size, OW, stride_h, stride_w, top, left)
     # Channels beyond N read those of channel N - 1: masks depend on positions only, and are shared by all channels.
     known = tl.minimum(n, N - 1)
     first = h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
@@ -142,7 +149,7 @@ def convolve(
             total += codes.to(tl.float32) * tl.load(w_zero + at).to(tl.float32)
     # 4. The scale of x, which is NaN where a column holds NaN; bias, one rounding.
     if MODE == TENSOR:
-        s, z = parameters(most, most, 0, given_scale, given_zero, MODE)
+        s, _ = parameters(most, most, 0, given_scale, given_zero, MODE)
     v = ended(total * s, p, n, positions, N, bias, y, y, out_scale_number, out_zero_number, y, HAS_BIAS, OUT)
     y += p * N + n if LAST else (image * N + n) * size + inside
     tl.store(y, v, mask=in_p & in_n)
