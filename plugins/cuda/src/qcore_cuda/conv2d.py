@@ -73,7 +73,7 @@ class GroupsConv2d(ChannelGroupsConv2d):
 
 def why_not(request: Conv2dRequest) -> str:
     """Why a convolution that `eligibility` accepts is refused; empty if it is supported."""
-    if request.activation is None or takes_channel_groups(request, _LARGEST_COLUMN):
+    if request.activation is None or takes_channel_groups(request):
         return ""
     return why_not_int8(request, _LARGEST_COLUMN)
 
@@ -82,4 +82,4 @@ def kernel(request: Conv2dRequest) -> Kernel:
     """The kernel for a request that `eligibility` and `why_not` accept."""
     if request.activation is None:
         return FloatConv2d(request)
-    return GroupsConv2d(request) if takes_channel_groups(request, _LARGEST_COLUMN) else Int8Conv2d(request)
+    return GroupsConv2d(request) if takes_channel_groups(request) else Int8Conv2d(request)

@@ -68,6 +68,8 @@ def conv2d_a16(
                 x, data, scale, zero, bias, factor, n, k, bits, group,
                 kernel, stride, padding, dilation, groups, element, out_dtype,
             )  # fmt: skip
+    from qcore_triton.host import channels_last
+
     from .products.dense import dequantized
 
     bias = bias_of(bias, n)
@@ -77,7 +79,7 @@ def conv2d_a16(
     fused = bias if bias is not None and bias.dtype == dtype else None
     x = x.to(dtype)
     if dtype != torch.float32:
-        x = x.contiguous(memory_format=torch.channels_last)  # the layout of tensor cores; w has it already
+        x = channels_last(launch, x, **options(device_of(x.device), 4))  # as tensor cores need it; w has it already
     cudnn = torch.backends.cudnn
     as_it_is = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     exact = cudnn.flags(**as_it_is, allow_tf32=False) if dtype == torch.float32 else contextlib.nullcontext()
@@ -93,7 +95,8 @@ def conv2d_groups_a8(x: Tensor, *arguments: Any) -> Tensor:
     if needs_guard(x):
         with device_guard(x):
             return conv2d_groups_a8(x, *arguments)
-    return channel_groups.convolve(launch, x, *arguments, **options(device_of(x.device), 4))
+    device = device_of(x.device)
+    return channel_groups.convolve(launch, x, *arguments, asm=device.asm, **options(device, 4))
 
 
 def _image(y: Tensor, x: Tensor, size: tuple[int, int]) -> Tensor:

@@ -1,7 +1,7 @@
 """Int8 convolutions in narrow channel groups: their packing, which ones there are kernels for, and their launch.
 
 Packed: ``data``, codes in int8: ``(K, N)``, so that neighbouring output channels are neighbours in memory; for matrix
-units ``(N, K)``, K and a block more rounded up to 32. ``scale``, ``zero`` and, for matrix units, ``sums`` ``(G, N)`` as
+units ``(N, K)``, K rounded up to 32. ``scale``, ``zero`` and, for matrix units, ``sums`` ``(G, N)`` as
 in `packing`. Triton is imported when a kernel first runs.
 """
 
@@ -19,7 +19,6 @@ from qcore import Conv2dRequest, QTensor, ZeroPoint
 from qcore.plugin_api import Kernel, Packed, check_image, check_weight
 
 from .codes import given_of, mode_of, numbers_of
-from .conv2d import why_not_int8
 from .geometry import Geometry, power_of_two
 from .packing import group_sums
 from .weights import bias_of, check_devices, zero_kind
@@ -28,22 +27,18 @@ _LARGEST_K = 4096
 """The longest columns: a program reads them twice for its output channels."""
 _SHORT_K = 288
 """The longest columns if the other convolutions take them too, group by group: 32 channels and a 3 x 3 kernel."""
-_TILE = 1024
-"""Results of a program without matrix units, eight for each thread of four warps of 32."""
-_WIDE, _NARROW = 64, 4
-"""Channels of such a tile at most: as many bytes as a cache line if they come last in memory, else few."""
-_VALUES = 2048
-"""Values that a program with matrix units gathers at a time."""
-
-
-def _padding(k: int) -> int:
-    """Codes beyond K, which the last block of a group may read."""
-    return _block(k) + -k % 32
-
-
-def _block(k: int) -> int:
-    """Columns that a program with matrix units multiplies at a time: BK."""
-    return max(32, min(128, power_of_two(k)))
+_TILES = (2048, 1024, 512)
+"""Results of a program without matrix units: each of its 128 threads has 16, or fewer if there are few programs."""
+_BUSY = 512
+"""Programs that keep a device busy: three or four for each multiprocessor."""
+_WIDE = 64
+"""Channels of such a tile at most: as many bytes as a cache line."""
+_ROWS = (64, 32)
+"""Positions that a program with matrix units takes, or fewer if there are few programs."""
+_CHANNELS = 32, 128
+"""Channels that it takes at a time: as many as a product has at least, or as a group has, but not more than so many."""
+_NEAR = 2**31 - _TILES[0]
+"""Positions that int32 numbers, with those that the last tile has beyond them."""
 
 
 def on_matrix_units(k: int, each: int) -> bool:
@@ -52,6 +47,33 @@ def on_matrix_units(k: int, each: int) -> bool:
     There a value is gathered once for all of them, but in blocks of 32; elsewhere once for each.
     """
     return each * k > -(-k // 32) * 32
+
+
+def tile_of(channels: int, each: int) -> tuple[int, int, int]:
+    """Channel groups of a tile on matrix units, and how many input and output channels it has of each.
+
+    Powers of two. What a group has more is taken one part at a time: input channels one after the other, output
+    channels by other programs.
+    """
+    least, most = _CHANNELS
+    inner, outer = min(most, power_of_two(channels)), min(most, power_of_two(each))
+    groups = max(1, least // max(inner, outer))
+    return groups, max(inner, least // groups), max(outer, 16 // groups)
+
+
+def _span(x: Tensor, geometry: Geometry) -> int:
+    """How far apart in memory the first and last element are of what a window spans in x."""
+    taps = zip(geometry.kernel, geometry.dilation, x.stride()[2:], strict=True)
+    return sum((size - 1) * step * stride for size, step, stride in taps) + x.shape[1]
+
+
+def _tile(sizes: Sequence[int], positions: int, others: int) -> tuple[int, int]:
+    """The largest size with which there are enough programs, or the last, and how many tiles that makes.
+
+    ``others``: programs for the same positions.
+    """
+    size = next((size for size in sizes if -(-positions // size) * others >= _BUSY), sizes[-1])
+    return size, -(-positions // size)
 
 
 class ChannelGroupsConv2d(Kernel):
@@ -76,7 +98,7 @@ class ChannelGroupsConv2d(Kernel):
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
         codes = weight.codes()
-        data = pad(codes, (0, _padding(self.k))) if self.sums else codes.t()
+        data = pad(codes, (0, -self.k % 32)) if self.sums else codes.t()
         packed = {"data": data.contiguous(), "scale": weight.scale.contiguous()}
         zero = weight.integer_zero() if self.format.zero is ZeroPoint.INT else weight.zero
         if zero is not None:
@@ -121,38 +143,46 @@ def convolve(
     data: Tensor, scale: Tensor, zero: Tensor | None, sums: Tensor | None, bias: Tensor | None,
     n: int, k: int, group: int, kernel: _Pair, stride: _Pair, padding: _Pair, dilation: _Pair, groups: int, last: bool,
     symmetric: bool, static_scale: float | None, static_zero_point: int,
-    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype, **options: Any,
+    output_scale: float | None, output_zero_point: int, out_dtype: torch.dtype, *, asm: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Run `SCHEMA` with a plugin's ``launch`` and ``options``, as in `host`; both belong to the device of x."""
+    """Run `SCHEMA` with a plugin's ``launch`` and ``options``, as in `host`; both belong to the device of x.
+
+    ``asm``: the device takes NVIDIA's assembly.
+    """
     check_devices(x, data, {"bias": bias})
     geometry = Geometry.of(kernel, stride, padding, dilation, groups)
     y = _empty_image(x, n, geometry, out_dtype, last=last)
     if not y.numel():
         return y
-    from .host import end_of
+    from .host import channels_last, end_of
     from .kernels import channel_group_products, channel_groups
 
+    x = channels_last(launch, x, **options)
     mode = mode_of(x, symmetric, given_of(None, None, static_scale, static_zero_point))
     end = end_of(bias_of(bias, n), given_of(None, None, output_scale, output_zero_point), y)
     (batch, channels, height, width), (oh, ow), each = x.shape, y.shape[2:], n // groups
     positions, weight = batch * oh * ow, (data, scale, scale if zero is None else zero)
     numbers = (
         1.0 if mode.scale is None else mode.scale, 0.0 if mode.zero is None else mode.zero, *end.numbers,
-        positions, n, k, group, height, width, oh, ow, *geometry.stride, *geometry.padding, *geometry.dilation,
-        *x.stride(),
+        positions, oh * ow, n, k, group, height, width, ow, *geometry.stride, *geometry.padding, *geometry.dilation,
+        x.stride(0), x.stride(2), x.stride(3),
     )  # fmt: skip
     meta = {"MODE": mode.kind, "CODES": x.dtype == torch.int8, "CHANNELS": channels // groups, "EACH": each}
-    meta |= {"KW": geometry.kernel[1], "ZERO": zero_kind(zero), "LAST": last}
+    meta |= {"KW": geometry.kernel[1], "ZERO": zero_kind(zero), "LAST": last, "ASM": asm, "WHOLE": group >= k}
+    meta["FAR"] = max(positions, _span(x, geometry)) > _NEAR
     if on_matrix_units(k, each):
-        bk, bn = _block(min(k, group)), max(16, min(64, power_of_two(each)))
-        meta |= {"BM": min(64, _VALUES // bk), "BN": bn, "BK": bk, **end.meta, **options}
-        grid = (-(-positions // meta["BM"]), groups * -(-each // bn))
+        together, inner, outer = tile_of(channels // groups, each)
+        parts = -(-groups // together) * -(-each // outer)
+        bm, tiles = _tile(_ROWS, positions, parts)
+        meta |= {"BM": bm, "GROUPS": together, "BC": inner, "BN": outer, **end.meta, **options}
         tensors = (x, *weight, scale if sums is None else sums, end.args[0], y)
-        launch(channel_group_products.convolve, grid, *tensors, *numbers, data.shape[1] // 32, **meta)
+        launch(channel_group_products.convolve, (tiles, parts), *tensors, *numbers, data.shape[1] // 32, **meta)
         return y
-    bc = min(_WIDE if last else _NARROW, power_of_two(n))
-    grid, meta = (-(-positions * bc // _TILE), -(-n // bc)), {**meta, "BP": _TILE // bc, "BC": bc, **end.meta}
-    launch(channel_groups.convolve, grid, x, *weight, end.args[0], y, *numbers, **meta, **options)
+    bc = min(_WIDE if n % _WIDE == 0 else _WIDE // 2, power_of_two(n))
+    parts = -(-n // bc)
+    bp, tiles = _tile([tile // bc for tile in _TILES], positions, parts)
+    meta |= {"BP": bp, "BC": bc, **end.meta, **options}
+    launch(channel_groups.convolve, (tiles, parts), x, *weight, end.args[0], y, *numbers, **meta)
     return y
 
 
@@ -178,11 +208,6 @@ def _empty_image(x: Tensor, n: int, geometry: Geometry, dtype: torch.dtype, *, l
     return x.new_empty((x.shape[0], n, *size), dtype=dtype)
 
 
-def takes_channel_groups(r: Conv2dRequest, largest: int) -> bool:
-    """Whether a convolution that a plugin's eligibility accepts is one of those: several groups of short columns.
-
-    ``largest``: as in `why_not_int8`, whose convolutions run group by group.
-    """
-    if r.activation is None or r.groups == 1 or not 0 < r.k <= _LARGEST_K:
-        return False
-    return r.k <= _SHORT_K or bool(why_not_int8(r, largest))
+def takes_channel_groups(r: Conv2dRequest) -> bool:
+    """Whether a convolution that a plugin's eligibility accepts is one of those: several groups of short columns."""
+    return r.activation is not None and r.groups > 1 and 0 < r.k <= _LARGEST_K

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .codes import SYMMETRIC, TENSOR, TOKEN, Codes, Given, Mode, columns_of_codes, flat
 from .geometry import Geometry, power_of_two
+from .kernels import channels_last as images
 from .kernels import conv, dequant, gather, quantize, several
 from .packing import ROWS, block_size
 from .weights import INT_ZERO, Weight
@@ -30,6 +31,21 @@ CODE_ROWS = 128
 """Memory for codes has a multiple of so many rows: kernels may read whole tiles of it, whatever is there."""
 _UNSCALED = 1 << 24
 """Steps per group if there is one group: more than any K has."""
+
+
+def channels_last(launch: Launch, x: Tensor, **options: Any) -> Tensor:
+    """Images x ``(B, C, H, W)`` with their channels last in memory; x itself if it has them there."""
+    batch, channels, height, width = x.shape
+    if x.stride(1) == 1 or channels == 1 or not x.numel():
+        return x
+    y = x.new_empty((batch, height, width, channels))
+    bc = min(64, power_of_two(channels))
+    bp = min(1024, 4096 // bc)
+    tiles = -(-height * width // bp)
+    meta = {"FLAT": height == 1 or x.stride(2) == width * x.stride(3), "BP": bp, "BC": bc, **options}
+    grid = (batch * tiles, -(-channels // bc))
+    launch(images.channels_last, grid, x, y, height * width, channels, width, tiles, *x.stride(), **meta)
+    return y.movedim(-1, 1)
 
 
 def quantize_rows(

@@ -82,7 +82,7 @@ def why_not(request: Conv2dRequest) -> str:
     """Why a request that `eligibility` accepts has no kernel here; empty if it has one."""
     if (reason := why_not_weight(request)) or request.activation is None:
         return reason
-    if takes_channel_groups(request, _LARGEST_COLUMN):
+    if takes_channel_groups(request):
         products = on_matrix_units(request.k, request.n // request.groups)
         return device.why_not_int8(request.device) if products else ""
     return device.why_not_int8(request.device) or why_not_int8(request, _LARGEST_COLUMN)
@@ -92,4 +92,4 @@ def kernel(request: Conv2dRequest) -> DenseConv2d | Int8Conv2d | GroupsConv2d:
     """The kernel for a request that `why_not` accepts."""
     if request.activation is None:
         return DenseConv2d(request)
-    return GroupsConv2d(request) if takes_channel_groups(request, _LARGEST_COLUMN) else Int8Conv2d(request)
+    return GroupsConv2d(request) if takes_channel_groups(request) else Int8Conv2d(request)

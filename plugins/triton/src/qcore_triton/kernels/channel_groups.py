@@ -2,8 +2,9 @@
 
 Such groups are too narrow for matrix units: each output channel is summed on its own, in int32. A column is the
 receptive field of one output position in one channel group, in (KH, KW, IC) order, and each has its own scale unless
-one is given. Floor: the bytes of x and y at memory bandwidth. The kernel is above it by its instructions: each element
-of a column is read twice, from the L1 cache, and encoded once.
+one is given. Images have their channels last in memory, so that a thread reads several at once, and the arithmetic of
+addresses and edges is shared by them. Floor: the bytes of x and y at memory bandwidth. The kernel is above it by its
+instructions: each element of a column is read twice, from the L1 cache, and encoded once.
 """
 
 from __future__ import annotations
@@ -12,39 +13,76 @@ import triton
 import triton.language as tl
 
 from .int8_common import ended
-from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
-from .rounding import begin, magnitude
+from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, extent, inverse_of, parameters, steps
+from .rounding import RAISED, begin, magnitude
 
 
 @triton.jit
 def window_starts(p, size, OW, stride_h, stride_w, top, left):
     """Of output positions p: the image, the position in it, and line and column of the window's first element."""
-    image, inside = p // size, p % size
-    h, w = (inside // OW).to(tl.int32) * stride_h - top, (inside % OW).to(tl.int32) * stride_w - left
-    return image, inside, h, w
+    image = p // size
+    inside = p - image * size
+    line = inside // OW
+    h, w = line.to(tl.int32) * stride_h - top, (inside - line * OW).to(tl.int32) * stride_w - left
+    return image.to(tl.int64), inside, h, w
 
 
 @triton.jit
-def window_values(x, step, h, w, real, window, strides, CHANNELS: tl.constexpr, KW: tl.constexpr):
-    """Element ``step`` of all columns of a tile, in float32 (0 outside), and whether it is ``real`` and in the image.
-
-    ``x``: addresses of the first elements, at (h, w), of which only the positions matter for what is outside; ``step``:
-    one for all, or a row of several for a column of positions.
-    """
-    H, W, dilation_h, dilation_w = window
-    channel_stride, row_stride, column_stride = strides
-    tap = step // CHANNELS
-    down, right = tap // KW * dilation_h, tap % KW * dilation_w
-    shift = down.to(tl.int64) * row_stride + right.to(tl.int64) * column_stride + step % CHANNELS * channel_stride
+def window_tap(row, column, h, w, window, FAR: tl.constexpr):
+    """A tap of windows that start at (h, w): its shift in memory, and whether it is in the image."""
+    H, W, dilation_h, dilation_w, row_stride, column_stride = window
+    down, right = row * dilation_h, column * dilation_w
     # As unsigned numbers, negative ones are above every size: one comparison for both ends.
-    seen = real & ((h + down).to(tl.uint32, bitcast=True) < H) & ((w + right).to(tl.uint32, bitcast=True) < W)
-    return tl.load(x + shift, mask=seen, other=0).to(tl.float32), seen
+    seen = ((h + down).to(tl.uint32, bitcast=True) < H) & ((w + right).to(tl.uint32, bitcast=True) < W)
+    if FAR:
+        shift = down.to(tl.int64) * row_stride + right.to(tl.int64) * column_stride
+    else:
+        shift = down * row_stride + right * column_stride
+    return shift, seen
+
+
+@triton.jit
+def _added(sums, v, weight, seen, how, MODE: tl.constexpr, CODES: tl.constexpr, NARROW: tl.constexpr,
+           ZERO: tl.constexpr):  # fmt: skip
+    """Sums of products, of weights and, with float zero points of the weight, of codes, plus an element's: `steps`."""
+    products, weights, codes = sums
+    s, inverse, z = how
+    if CODES:
+        c = tl.where(seen, v.to(tl.float32), z).to(tl.int32) - z.to(tl.int32)
+    else:
+        c = steps(v.to(tl.float32), s, inverse, z, MODE, NARROW)
+    if ZERO == 2:
+        codes += c
+    return products + c * weight, weights + weight, codes
+
+
+@triton.jit
+def _seen(v, most, largest, PAIRS: tl.constexpr):
+    """The largest magnitude, which is above infinity if there was a NaN, in ``largest`` if PAIRS, else in ``most``."""
+    if PAIRS:
+        largest = larger_pair(v, largest)
+    else:
+        most = tl.maximum(most, magnitude(v.to(tl.float32)))
+    return most, largest
+
+
+@triton.jit
+def larger_pair(v, most):
+    """The larger of ``|v|`` and most, which is not negative, in bfloat16: two in two instructions; NaN stays."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; and.b32 t, $1, 0x7FFF7FFF; max.NaN.bf16x2 $0, t, $2; }",
+        "=r,r,r",
+        [v, most],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit(
     do_not_specialize=[
-        "given_scale", "given_zero", "out_scale_number", "out_zero_number", "positions", "N", "K", "group", "H", "W",
-        "OH", "OW", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w",
+        "given_scale", "given_zero", "out_scale_number", "out_zero_number", "positions", "size", "K", "group",
+        "H", "W", "OW", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w",
     ]
 )  # fmt: skip
 def convolve(
@@ -59,12 +97,12 @@ def convolve(
     out_scale_number,
     out_zero_number,
     positions,
+    size,
     N,
     K,
     group,
     H,
     W,
-    OH,
     OW,
     stride_h,
     stride_w,
@@ -73,7 +111,6 @@ def convolve(
     dilation_h,
     dilation_w,
     batch_stride,
-    channel_stride,
     row_stride,
     column_stride,
     MODE: tl.constexpr,
@@ -83,73 +120,98 @@ def convolve(
     KW: tl.constexpr,
     ZERO: tl.constexpr,
     LAST: tl.constexpr,
+    FAR: tl.constexpr,
+    ASM: tl.constexpr,
+    WHOLE: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     OUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Y ``(B, N, OH, OW)``: x ``(B, C, H, W)`` of any strides in groups of CHANNELS channels, EACH results per group.
+    """Y ``(B, N, OH, OW)``: x ``(B, C, H, W)``, channels last, in groups of CHANNELS, with EACH results per group.
 
     w: int8 codes ``(K, N)``; scale ``(G, N)``, one for ``group`` rows of w; w_zero ``(G, N)``: ZERO as
-    `weights.Weight.zero_kind`. LAST: y is contiguous with channels last, else with positions last; the tile of BP
-    positions by BC channels then has the same order, so that threads which are neighbours read and write neighbours.
-    ``positions``: B * OH * OW. CODES: x holds codes, in MODE TENSOR.
+    `weights.Weight.zero_kind`. LAST: y is contiguous with channels last, else with positions last. ``size``: OH * OW;
+    ``positions``: B * size; FAR: int32 does not number them, or what a window spans. CODES: x holds codes, in MODE
+    TENSOR. WHOLE: the weight has one group of scales.
+
+    Grid: one program per BP positions and BC channels.
     """
+    PAIRS: tl.constexpr = ASM and x.dtype.element_ty == tl.bfloat16
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
     # 1. A tile of positions and channels; the first input channel of each channel's group.
-    p = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    n = tl.program_id(1) * BC + tl.arange(0, BC)
-    if LAST:
-        p, n = p[:, None], n[None, :]
-    else:
-        p, n = p[None, :], n[:, None]
+    first = tl.program_id(0)
+    p = (first.to(tl.int64) if FAR else first) * BP + tl.arange(0, BP)[:, None]
+    n = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     in_p, in_n = p < positions, n < N
-    size = tl.full((), OH, tl.int64) * OW
     image, inside, h, w0 = window_starts(p, size, OW, stride_h, stride_w, top, left)
-    # Channels beyond N read those of channel N - 1: masks depend on positions only, and are shared by all channels.
-    known = tl.minimum(n, N - 1)
-    first = h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
-    x += image * batch_stride + first + (known // EACH * CHANNELS).to(tl.int64) * channel_stride
-    window = tl.full((), H, tl.uint32), tl.full((), W, tl.uint32), dilation_h, dilation_w
-    strides = tl.full((), channel_stride, tl.int64), row_stride, column_stride
-    most = tl.zeros_like((in_p & in_n).to(tl.int32))
-    below = most
+    x += image * batch_stride + h.to(tl.int64) * row_stride + w0.to(tl.int64) * column_stride
+    x += n // EACH * CHANNELS
+    window = tl.full((), H, tl.uint32), tl.full((), W, tl.uint32), dilation_h, dilation_w, row_stride, column_stride
+    none, largest = tl.zeros((BP, BC), tl.int32), tl.zeros((BP, BC), tl.bfloat16)
+    most, below = none, none
     begin(PDL)
     # 2. Over the columns: their extents, and with them scales and zero points. The image stays in the L1 cache.
     if MODE == SYMMETRIC or MODE == ASYMMETRIC:
-        for step in range(K):
-            v, _ = window_values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
-            low, high = extent(v, MODE)
-            below, most = tl.maximum(below, low), tl.maximum(most, high)
+        for row in range(K // (KW * CHANNELS)):
+            for column in tl.static_range(KW):
+                shift, seen = window_tap(row, column, h, w0, window, FAR)
+                for i in range(CHANNELS):
+                    v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
+                    if PAIRS and MODE == SYMMETRIC:
+                        largest = larger_pair(v, largest)
+                    else:
+                        low, high = extent(v.to(tl.float32), MODE)
+                        below, most = tl.maximum(below, low), tl.maximum(most, high)
+    if PAIRS and MODE == SYMMETRIC:
+        most = magnitude(largest.to(tl.float32))
     s, z = parameters(below, most, 0, given_scale, given_zero, MODE)
     if MODE == ASYMMETRIC:
         z = tl.where(magnitude(s) > 0x7F800000, 0.0, z)  # a NaN has no integer
-    inverse = inverse_of(s, most, NARROW)
-    # 3. Over them again: codes, and their products with those of the weight, in int32 per group of the weight.
-    total = tl.zeros_like(most.to(tl.float32))
-    for g in range((K + group - 1) // group):
-        at = g * N + known
-        zero = tl.zeros_like(known)
-        if ZERO == 1:
-            zero = tl.load(w_zero + at).to(tl.int32)
-        acc, codes = tl.zeros_like(most), tl.zeros_like(most)
-        for step in range(g * group, tl.minimum((g + 1) * group, K)):
-            v, seen = window_values(x, step, h, w0, in_p, window, strides, CHANNELS, KW)
-            if MODE == TENSOR:
-                most = tl.maximum(most, magnitude(v))
-            if CODES:
-                v = tl.where(seen, v, z)
-            c = encode(v, s, inverse, z, MODE, CODES, NARROW).to(tl.int32) - z.to(tl.int32)
-            acc += c * (tl.load(w + step * N + known).to(tl.int32) - zero)
+    how = s, inverse_of(s, most, NARROW), z
+    # 3. Over them again, per group of the weight: codes, and their products with those of the weight, in int32.
+    total = tl.zeros((BP, BC), tl.float32)
+    for g in range(1 if WHOLE else (K + group - 1) // group):
+        at = g * N + n
+        zero = tl.load(w_zero + at, mask=in_n, other=0).to(tl.int32) if ZERO == 1 else tl.zeros_like(n)
+        sums = none, tl.zeros_like(n), none
+        if WHOLE:
+            for row in range(K // (KW * CHANNELS)):
+                for column in tl.static_range(KW):
+                    shift, seen = window_tap(row, column, h, w0, window, FAR)
+                    for i in range(CHANNELS):
+                        v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
+                        codes = w + ((row * KW + column) * CHANNELS + i) * N + n
+                        weight = tl.load(codes, mask=in_n, other=0).to(tl.int32) - zero
+                        sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
+                        if MODE == TENSOR:
+                            most, largest = _seen(v, most, largest, PAIRS)
+        else:
+            for step in range(g * group, tl.minimum((g + 1) * group, K)):
+                tap = step // CHANNELS
+                shift, seen = window_tap(tap // KW, tap % KW, h, w0, window, FAR)
+                v = tl.load(x + (shift + step % CHANNELS), mask=in_p & seen & in_n, other=0)
+                weight = tl.load(w + step * N + n, mask=in_n, other=0).to(tl.int32) - zero
+                sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
+                if MODE == TENSOR:
+                    most, largest = _seen(v, most, largest, PAIRS)
+        products, weights, codes = sums
+        if not CODES:
+            # Codes have been multiplied with all bits of the numbers in which they were left, modulo 2**32. The upper
+            # ones are the same in each of them: what is too much is a multiple of the sum of the weights.
+            products -= RAISED * weights
             if ZERO == 2:
-                codes += c
-        total += acc.to(tl.float32) * tl.load(scale + at).to(tl.float32)
+                codes -= RAISED * tl.minimum(group, K - g * group)
+        total += products.to(tl.float32) * tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
         if ZERO == 2:
-            total += codes.to(tl.float32) * tl.load(w_zero + at).to(tl.float32)
+            total += codes.to(tl.float32) * tl.load(w_zero + at, mask=in_n, other=0.0).to(tl.float32)
     # 4. The scale of x, which is NaN where a column holds NaN; bias, one rounding.
     if MODE == TENSOR:
+        if PAIRS:
+            most = magnitude(largest.to(tl.float32))
         s, _ = parameters(most, most, 0, given_scale, given_zero, MODE)
     v = ended(total * s, p, n, positions, N, bias, y, y, out_scale_number, out_zero_number, y, HAS_BIAS, OUT)
+    p = p.to(tl.int64)
     y += p * N + n if LAST else (image * N + n) * size + inside
     tl.store(y, v, mask=in_p & in_n)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from .elements import byte_value, factor_of, nibble_value, scale_value
-from .order import position_of
 
 
 @triton.jit
@@ -48,14 +47,18 @@ def _blocks(
             after = tl.where(inside[:, None], after, float("nan"))
     z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
     if BITS == 4:
-        # Column by column, so that neighbouring threads store neighbours; bytes out of order come from the same lines.
-        c = tl.arange(0, P)[None, :]
+        # Neighbouring bytes are read together and put in the order of their columns, see `dequant`; then all low
+        # nibbles are neighbours in the result, and all high ones.
+        V: tl.constexpr = P // 32
+        NB: tl.constexpr = block.shape[0]
+        i = tl.arange(0, H)[None, :]
         start = (rows // 16) * (blocks * 16 * H) + (rows % 16) * H
-        codes = tl.load(data + start + (block[:, None] * (16 * H) + position_of(c % H, P)), mask=here[:, None], other=0)
-        values = nibble_value(tl.where(c < H, codes & 15, codes >> 4), ELEMENT)
-        own = tl.where(c < H, s, after) if HALVES else s
-        k = block[:, None] * P + c
-        tl.store(line + k, _weights(values, own, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+        codes = tl.load(data + start + (block[:, None] * (16 * H) + i), mask=here[:, None], other=0)
+        codes = tl.reshape(tl.trans(tl.reshape(codes, [NB, 4, V, 2, 2]), 0, 2, 3, 1, 4), [NB, H])
+        k = block[:, None] * P + i
+        low, high = nibble_value(codes & 15, ELEMENT), nibble_value(codes >> 4, ELEMENT)
+        tl.store(line + k, _weights(low, s, z, ZERO).to(out.dtype.element_ty), mask=k < d)
+        tl.store(line + k + H, _weights(high, after, z, ZERO).to(out.dtype.element_ty), mask=k + H < d)
     else:
         k = block[:, None] * P + tl.arange(0, P)[None, :]
         codes = byte_value(tl.load(data + rows * stride + k, mask=k < d, other=0), ELEMENT)

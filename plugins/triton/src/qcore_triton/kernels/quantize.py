@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 
 from .order import arranged
-from .rounding import asymmetric_scale, begin, code, magnitude, quotient, rounded, symmetric_scale
+from .rounding import (
+    asymmetric_scale,
+    begin,
+    lowered,
+    magnitude,
+    quotient,
+    raised,
+    raised_code,
+    raised_quotient,
+    symmetric_scale,
+)
 
 SYMMETRIC: tl.constexpr = tl.constexpr(0)
 ASYMMETRIC: tl.constexpr = tl.constexpr(1)
@@ -60,11 +70,16 @@ def inverse_of(scale, largest, NARROW: tl.constexpr):
     largest, or for any v if the scale is a power of two and all is exact. For the former the reciprocal is biased by
     2**-20, toward the side to which the quotient is correctly rounded.
     """
-    inverse = tl.div_rn(1.0, scale)
     if NARROW:
-        half = tl.div_rn(largest.to(tl.float32, bitcast=True) * 0.5, scale)
-        off = tl.where(half >= 63.5, 1.00000095367431640625, 0.99999904632568359375)
-        inverse = tl.where((scale.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0, inverse, inverse * off)
+        bits, mantissa = scale.to(tl.int32, bitcast=True), (largest >> 16) & 0x7F
+        part = mantissa >> 5
+        # The mantissas of the largest for which half of it, over the scale, is correctly rounded to less than 63.5.
+        below = (mantissa & 31 >= 15) & ((mantissa & 31) + 2 * part <= 21) & (part < 3)
+        off = tl.where(below, 0.99999904632568359375, 1.00000095367431640625)
+        exact = (254 << 23) - bits  # the inverse of a power of two
+        inverse = tl.where(bits & 0x7FFFFF == 0, exact.to(tl.float32, bitcast=True), 1.0 / scale * off)
+    else:
+        inverse = tl.div_rn(1.0, scale)
     return inverse
 
 
@@ -73,12 +88,22 @@ def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr, NAR
     """Codes of v, which holds codes already if CODES."""
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
-    elif NARROW:  # adding 1.5 * 2**23 rounds to integers and leaves them in the low bits
-        c = (v * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
-        c = rounded(quotient(v, scale, inverse), zero)
+    elif NARROW:
+        c = steps(v, scale, inverse, zero, MODE, NARROW).to(tl.int8)
     else:
-        c = code(v, scale, inverse, zero)
+        c = lowered(steps(v, scale, inverse, zero, MODE, NARROW), zero)
+    return c
+
+
+@triton.jit
+def steps(v, scale, inverse, zero, MODE: tl.constexpr, NARROW: tl.constexpr):
+    """Codes of v less the zero point, `raised`."""
+    if NARROW:
+        c = raised(v * inverse)
+    elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
+        c = raised_code(quotient(v, scale, inverse), zero)
+    else:
+        c = raised_quotient(v, scale, inverse, zero)
     return c
 
 

@@ -35,23 +35,49 @@ def quotient(v, scale, inverse):
     return tl.fma(tl.fma(-q, scale, v), inverse, q)
 
 
+RAISED: tl.constexpr = tl.constexpr(0x4B400000)
+"""The bits of 1.5 * 2**23, as int32. Added to a number, it rounds that to an integer, half to even, and leaves the
+integer in the low bits: no conversion instructions."""
+
+
+@triton.jit
+def raised(q):
+    """``round(q) + RAISED``, int32, for ``|q| < 2**21``."""
+    return (q + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def raised_code(q, zero):
+    """`raised` of q, limited to codes: ``clamp(round(q), -128 - zero, 127 - zero)``; zero is an integer in float32."""
+    return raised(tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero))
+
+
+@triton.jit
+def raised_quotient(v, scale, inverse, zero):
+    """`raised_code` of ``v / scale`` for any v, including infinities.
+
+    v is limited, not its quotient: to a quarter of a step beyond the last codes, which rounds to them.
+    """
+    low, high = (-128.25 - zero) * scale, tl.minimum((127.25 - zero) * scale, 3.4028234663852886e38)
+    return raised(quotient(tl.minimum(tl.maximum(v, tl.maximum(low, -3.4028234663852886e38)), high), scale, inverse))
+
+
+@triton.jit
+def lowered(bits, zero):
+    """The int8 code of a `raised_code`."""
+    return (bits + zero.to(tl.int32)).to(tl.int8)
+
+
 @triton.jit
 def rounded(q, zero):
-    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even; zero is an integer in float32.
-
-    Adding 1.5 * 2**23 rounds to integers and leaves them in the low bits: no conversion instructions.
-    """
-    q = tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero)
-    bits = (q + 12582912.0).to(tl.int32, bitcast=True)
-    return (bits + zero.to(tl.int32)).to(tl.int8)
+    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even."""
+    return lowered(raised_code(q, zero), zero)
 
 
 @triton.jit
 def code(v, scale, inverse, zero):
     """``clamp(round(v / scale) + zero, -128, 127)`` as int8 for any v, including infinities."""
-    rough = v * inverse
-    q = tl.where(tl.abs(rough) < 4096.0, quotient(v, scale, inverse), rough)
-    return rounded(q, zero)
+    return lowered(raised_quotient(v, scale, inverse, zero), zero)
 
 
 @triton.jit
