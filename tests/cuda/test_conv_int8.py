@@ -30,7 +30,7 @@ GATHERED = (
     _Shape("gathered-strided", (1, 64, 9, 9), 33, (3, 3), stride=(2, 1), padding=(1, 0), dilation=(2, 1)),
     _Shape("gathered-last", (2, 32, 5, 5), 70, (3, 3), padding=(2, 2), channels_last=True),
 )
-GROUPS = (_Shape("groups-of-16", (2, 80, 5, 5), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
+GROUPS = (_Shape("long-columns", (1, 960, 4, 3), 32, (3, 3), groups=2, padding=(1, 1), bias=True),)
 CASES = [(scheme, shape) for shape in _SHAPES if shape.groups == 1 for scheme in SCHEMES]
 WIDE_SCHEMES = ("w8a8-static", "w8a8-static-o8", "w4a8-g32-static", "w8a8")
 WIDE = [(scheme, shape) for shape in (*GATHERED, *GROUPS) for scheme in WIDE_SCHEMES]

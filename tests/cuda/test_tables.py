@@ -154,6 +154,7 @@ FORM = {
     "bits": 8,
     "group": 4096,
 }
+INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,11 @@ FORM = {
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
         ("sums", {"m": 16}), ("sums", {"arch": 80}), ("sums", {"n": 4100}), ("sums", {"out": torch.float32}),
         ("sums", {"zero": torch.bfloat16}), ("sums", {"element": "e5m2"}), ("sums", {"scale": torch.uint8}),
-        ("sums", {"group": 128, "groups": 32}), ("sums", {"hip": True, "arch": 0}),
+        ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),
+        ("fp8_hopper", INT4), ("fp8_hopper", {**INT4, "x": 128, "group": 128, "groups": 32}),
+        ("fp8_hopper", {**INT4, "group": 128, "groups": 32}), ("scaled", {**INT4, "arch": 89}),
+        ("sums", {**INT4, "m": 128}), ("sums", {**INT4, "k": 4160}), ("sums", {"element": "int"}),
+        ("sums", {**INT4, "zero": torch.int8}), ("sums", {"hip": True, "arch": 0}),
         ("numbers", {"x": 128}), ("numbers", {"x": 64, "group": 64, "groups": 64}),
         ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),
     ],
@@ -185,8 +190,14 @@ def test_the_way_depends_on_what_tensor_cores_take(monkeypatch, way, change):
     fp8.way_of.cache_clear()
 
 
-@pytest.mark.parametrize("group", [0, 128])
-def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, group):
+BYTES = {
+    "wfp8afp8": False, "wfp8afp8-g128": True, "wfp8afp8-g128-token": True, "w4afp8": False, "w4afp8-g128": True,
+    "w4afp8-g128-token": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "blocks"), BYTES.items())
+def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, blocks):
     """Their arguments, checked by what they would compute of them."""
     from qcore_cuda import fp8
     from qcore_cuda.linear import kernel
@@ -207,8 +218,8 @@ def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, group):
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(fp8, "two_level", two_level)
-    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.TWO_LEVEL if group else fp8.SCALED)
-    case = linear_problem("wfp8afp8-g128" if group else "wfp8afp8", 20, 48, 256, bias="none" if group else "same")
+    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.TWO_LEVEL if blocks else fp8.SCALED)
+    case = linear_problem(scheme, 20, 48, 256, bias="none" if blocks else "same")
     mine = kernel(case.request)
     assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
 

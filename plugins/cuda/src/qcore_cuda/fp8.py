@@ -1,7 +1,8 @@
 """Products with e4m3 activations: quantization, and one of four ways to multiply.
 
 On GPUs whose tensor cores take e4m3, many rows are multiplied by `kernels.fp8_hopper` (sm_90), with scales per row or
-per 128 columns, or by torch's scaled product (sm_89 and later), with scales per row. Few rows, and everything else,
+per 128 columns, or by torch's scaled product (sm_89 and later), with scales per row. The codes of int4 weights are
+exact in e4m3, too, and are written as such for each product of many rows. Few rows, and everything else,
 take the kernels for float activations: codes with one scale per row are exact in bfloat16, and their float32 sums are
 scaled afterwards; with scales per group of columns, the quantized activations are float32 numbers.
 """
@@ -13,8 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from qcore_triton import host
 from qcore_triton.geometry import power_of_two
-from qcore_triton.weights import Weight
+from qcore_triton.weights import INTEGER, Weight
 
 from . import weight_only
 from .kernels import fp8
@@ -31,6 +33,8 @@ TWO_LEVEL, SCALED, SUMS, NUMBERS = "fp8_hopper", "scaled", "sums", "numbers"
 """The ways: the kernel for Hopper; torch's product; scaled float32 sums; float32 activations."""
 NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
+_EXPANDED = 128
+"""More rows than so many repay to write the codes of an int4 weight as e4m3, in which they are exact."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -51,11 +55,16 @@ def product(
     if way == SUMS:
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
+    if weight.bits == 4:
+        codes = host.dense(launch, weight, torch.float8_e4m3fn, scaled=False, num_warps=4)
+        weight = weight._replace(data=codes.view(torch.int8), bits=8)
     columns = weight.data.shape[1]
     if group:
         codes, scale = _by_group(x, columns, group, torch.uint8, device)
     else:
         codes, scale = _by_row(x, columns, torch.uint8, static, device)
+        if (blocks := weight.scale.shape[0]) > 1:
+            scale = scale.expand(blocks, -1).contiguous()
     multiply = two_level if way == TWO_LEVEL else scaled
     return multiply(codes, scale, weight, bias, out_dtype)
 
@@ -92,9 +101,13 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
 def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""
     own = NUMBERS if group else SUMS
-    fits = form.element == "e4m3" and form.zero is None and form.scale.is_floating_point and form.n % 16 == 0
-    by_row = group == 0 and form.groups == 1
-    if not fits or not (by_row or group == form.group == BLOCK) or m <= ROWS or out_dtype.itemsize != NARROW:
+    by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
+    fits = form.zero is None and form.scale.is_floating_point and form.n % 16 == 0 and (by_row or by_block)
+    if form.element == INTEGER:
+        fits = fits and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED
+    elif form.element != "e4m3":
+        fits = False
+    if not fits or m <= ROWS or out_dtype.itemsize != NARROW:
         return own
     if hopper.fits(device, form.n, BLOCK):
         return TWO_LEVEL

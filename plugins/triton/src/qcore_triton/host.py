@@ -188,8 +188,8 @@ def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **
     return sums
 
 
-def dense(launch: Launch, weight: Weight, dtype: torch.dtype, **options: Any) -> Tensor:
-    """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
+def dense(launch: Launch, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, **options: Any) -> Tensor:
+    """The dequantized weight ``(N, K)``: computed in float32, rounded once. Not ``scaled``: what its codes stand for."""
     out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
     block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
@@ -198,7 +198,7 @@ def dense(launch: Launch, weight: Weight, dtype: torch.dtype, **options: Any) ->
         dequant.dequantize, (-(-weight.n // ROWS), blocks), weight.data, weight.scale,
         weight.scale if weight.zero is None else weight.zero, _factor(weight), out, weight.n, weight.k, stored,
         weight.group if weight.scale.shape[0] > 1 else blocks * block,
-        BITS=weight.bits, P=block, ZERO=weight.zero_kind, BN=ROWS, **_decoding(weight), **options,
+        BITS=weight.bits, P=block, ZERO=weight.zero_kind, SCALED=scaled, BN=ROWS, **_decoding(weight), **options,
     )  # fmt: skip
     return out
 

@@ -37,6 +37,7 @@ from .operands_hopper import (
     half_numbers,
     in_halves,
     load_words,
+    pair_numbers,
     pairs_layout,
     quarter_numbers,
     row_numbers,
@@ -121,6 +122,8 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
     """Scales or zero points of one half of a block, as its codes take them."""
     if BITS == 4 and EACH > 1:
         found = half_numbers(stored, HALF, WG, 128 // EACH)
+    elif EACH == 4:
+        found = pair_numbers(stored, HALF, WG)
     elif EACH > 1:
         found = row_numbers(stored.slice(HALF, 1, dim=0), WG, LAYOUT)
     else:

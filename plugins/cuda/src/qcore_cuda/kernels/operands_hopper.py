@@ -67,6 +67,14 @@ def pairs_layout():
 
 
 @gluon.constexpr_function
+def _pairs_by_group():
+    """`pairs_layout` as (64, 2, 16): groups of 32 columns of their own."""
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    registers = [[8, 0, 0], [0, 0, 4], [0, 0, 8], [0, 1, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, 2, 16])
+
+
+@gluon.constexpr_function
 def _stored(block):
     """`words_layout` as the words are stored, (4, 256): in blocks of 16 rows, a row has ``block / 8`` words in each."""
     row = block // 8
@@ -315,11 +323,11 @@ def from_one_word(b, z, DT: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr)
 @gluon.jit
 def from_pairs(b, s, z, DT: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr,
                ELEMENT: gl.constexpr):  # fmt: skip
-    """Codes (64, 64) from pairs (64, 32) and parameters (64,), as operand A."""
+    """Codes (64, 64) from pairs (64, 32) and parameters, of rows (64,) or of pairs (64, 32), as operand A."""
     ASM: gl.constexpr = _unpack_pairs(gl.float16 == DT, SCALED, ZERO, ELEMENT)
-    if SCALED:
+    if SCALED and len(s.shape) == 1:
         s = s[:, None].broadcast_to(b.shape)
-    if ZERO:
+    if ZERO and len(z.shape) == 1:
         z = z[:, None].broadcast_to(b.shape)
     NUMBERS: gl.constexpr = (1 if SCALED or ZERO == 2 else 0) + (1 if ZERO else 0)
     p, q = gl.inline_asm_elementwise(
@@ -414,6 +422,15 @@ def half_numbers(numbers, HALF: gl.constexpr, WG: gl.constexpr, P: gl.constexpr)
         mine = row_numbers(numbers.slice(HALF, 1, dim=0), WG, gl.SliceLayout(2, LAYOUT))
         mine = mine[:, None].broadcast_to([ROWS, 4]).expand_dims(2)
     return mine.broadcast_to([ROWS, 4, 2])
+
+
+@gluon.jit
+def pair_numbers(numbers, HALF: gl.constexpr, WG: gl.constexpr):
+    """A group's numbers of one half of 128 columns in groups of 32, of (4, 128), for each pair (64, 32) of int8."""
+    LAYOUT: gl.constexpr = _pairs_by_group()
+    mine = numbers.slice(2 * HALF, 2, dim=0).slice(WG * ROWS, ROWS, dim=1).load(_by_row(2))
+    mine = gl.convert_layout(mine.permute((1, 0)), gl.SliceLayout(2, LAYOUT)).expand_dims(2)
+    return gl.convert_layout(mine.broadcast_to([ROWS, 2, 16]).reshape([ROWS, 32]), pairs_layout(), assert_trivial=True)
 
 
 @gluon.jit

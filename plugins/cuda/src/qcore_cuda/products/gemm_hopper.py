@@ -175,7 +175,7 @@ def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool) -> 
 def parameter_rows(problem: GemmProblem) -> int:
     """Rows of scales that 128 columns have, of which the kernel takes 1, 2, 4 or 8; 0 if it can't take them."""
     if problem.bits == 8:
-        return 1 if problem.one_group or problem.group % 128 == 0 else 2 if problem.group == 64 else 0
+        return 1 if problem.one_group or problem.group % 128 == 0 else {64: 2, 32: 4}.get(problem.group, 0)
     if problem.block == 128:
         return 1
     if problem.halves:

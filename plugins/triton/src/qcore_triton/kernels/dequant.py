@@ -16,10 +16,11 @@ from .elements import byte_value, factor_of, nibble_value, scale_value
 
 @triton.jit(do_not_specialize=["N", "K", "KB", "GROUP"])
 def dequantize(w, scale, zero, factor, out, N, K, KB, GROUP, BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr,
-               BN: tl.constexpr, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+               SCALED: tl.constexpr, BN: tl.constexpr, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     """``out[n, k] = (q - z) * s`` or ``q * s + z``: rows BN of one block of P columns; BN divides 16.
 
-    HALVES: a block has two groups, and no zero points. FACTOR: see `Weight.factor`.
+    HALVES: a block has two groups, and no zero points. FACTOR: see `Weight.factor`. Without SCALED the numbers that
+    codes stand for.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)
@@ -47,7 +48,7 @@ def dequantize(w, scale, zero, factor, out, N, K, KB, GROUP, BITS: tl.constexpr,
         q = byte_value(tl.load(w + n.to(tl.int64)[:, None] * (KB * P) + (block * P + i)[None, :]), ELEMENT)
     if ZERO == 1:
         q -= tl.load(zero + at).to(tl.float32)[:, None]
-    value = q * s
+    value = q * s if SCALED else q
     if ZERO == 2:
         value += tl.load(zero + at).to(tl.float32)[:, None]
     k = block * P + tl.arange(0, P)
