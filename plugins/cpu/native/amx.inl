@@ -79,33 +79,39 @@ static void amx_tiles_for(int upper, int lower, int steps) {
   amx_configure(config);
 }
 
+// H: vectors of columns; the tiles of a second one are left alone where there is none.
+template <int H = 2>
 static inline void amx_begin(int lower) {
   amx_zero<0>();
-  amx_zero<1>();
-  if (lower) amx_zero<2>(), amx_zero<3>();
+  if (H > 1) amx_zero<1>();
+  if (lower) amx_zero<2>();
+  if (lower && H > 1) amx_zero<3>();
 }
 
 // Rows at q, `row_step` bytes apart, times the bytes b of one tile's steps.
-template <bool SIGNED>
+template <bool SIGNED, int H = 2>
 static inline void amx_step(const int8_t* q, int64_t row_step, const uint8_t* b, int lower) {
   amx_load<6>(b, 128);
   amx_load<4>(q, row_step);
   amx_dot<0, 4, 6, SIGNED>();
-  amx_load<7>(b + 64, 128);
-  amx_dot<1, 4, 7, SIGNED>();
+  if constexpr (H > 1) {
+    amx_load<7>(b + 64, 128);
+    amx_dot<1, 4, 7, SIGNED>();
+  }
   if (lower) {
     amx_load<5>(q + 16 * row_step, row_step);
     amx_dot<2, 5, 6, SIGNED>();
-    amx_dot<3, 5, 7, SIGNED>();
+    if constexpr (H > 1) amx_dot<3, 5, 7, SIGNED>();
   }
 }
 
+template <int H = 2>
 static inline void amx_end(int32_t (&acc)[AMX_ROWS][COLUMNS], int lower) {
   amx_store<0>(&acc[0][0], COLUMNS * 4);
-  amx_store<1>(&acc[0][16], COLUMNS * 4);
+  if (H > 1) amx_store<1>(&acc[0][16], COLUMNS * 4);
   if (lower) {
     amx_store<2>(&acc[16][0], COLUMNS * 4);
-    amx_store<3>(&acc[16][16], COLUMNS * 4);
+    if (H > 1) amx_store<3>(&acc[16][16], COLUMNS * 4);
   }
 }
 
@@ -235,39 +241,55 @@ static void amx_product(const Weight& w, const Input& in, const Output& out, con
 // Windows of a convolution, which lie at a constant step: up to AMX_ROWS of them.
 constexpr int AMX_LEAST_STEPS = 8;  // of a tile, below which vectors are faster
 
-template <Element E>
-static void amx_window_tile(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
+// H: vectors of columns, of which a short last block has one.
+template <Element E, int H, bool ZEROS>
+static void amx_window_tiles(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count,
+                             int64_t row0) {
   constexpr bool FOUR = E != INT8;
-  const int steps = tile_steps(x.run, FOUR), upper = count < 16 ? count : 16, lower = count - upper;
-  const uint8_t* codes = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
+  const int steps = tile_steps(x.run, FOUR), most = even_rows(count, AMX_ROWS);
+  const uint8_t* block = w.data + nb * (w.at.packed() / (FOUR ? 8 : 4)) * 128;
   alignas(64) uint8_t decoded[16 * 128];
-  alignas(64) int32_t acc[AMX_ROWS][COLUMNS];
-  amx_tiles_for(upper, lower, steps);
-  amx_begin(lower);
-  for (int64_t t = 0; t < x.count; t++)
-    for (int64_t k = 0; k < x.run; k += steps * 4) {
-      const uint8_t* b = FOUR ? decoded : codes;
-      if constexpr (FOUR) codes = amx_bytes<E, false>(codes, steps, nibble_mask(), 0, decoded);
-      else codes += steps * 128;
-      amx_step<false>(x.x + x.taps[t] + k, x.step, b, lower);
-    }
-  amx_end(acc, lower);
-  amx_release();
-  const WindowEnd<2> end(w, out, x, nb * COLUMNS);
-  for (int r = 0; r < count; r++) {
-    const I less = set_i(w.zero ? 0 : w.offset * x.sums[r]);
-    const I sums[2] = {sub_i(load_i(&acc[r][0]), less), sub_i(load_i(&acc[r][LANES]), less)};
-    end.finish(r, sums, 0, row0 + r);
+  alignas(64) int32_t acc[2][AMX_ROWS][COLUMNS];  // of some rows, and of those before
+  const WindowEnd<H, ZEROS> end(w, out, x, nb * COLUMNS);
+  const auto multiply = [&](const int8_t* q, int lower) {
+    const uint8_t* codes = block;
+    amx_begin<H>(lower);
+    for (int64_t t = 0; t < x.count; t++)
+      for (int64_t k = 0; k < x.run; k += steps * 4) {
+        const uint8_t* b = FOUR ? decoded : codes;
+        if constexpr (FOUR) codes = amx_bytes<E, false>(codes, steps, nibble_mask(), 0, decoded);
+        else codes += steps * 128;
+        amx_step<false, H>(q + x.taps[t] + k, x.step, b, lower);
+      }
+  };
+  const auto finish = [&](int64_t first, int64_t last, const int32_t (&part)[AMX_ROWS][COLUMNS]) {
+    end.template rows<true>((const I*)part, COLUMNS / LANES, first, last - first, 0, row0);
+  };
+  // Tiles compute some rows while vectors finish those before. They are configured once, and for fewer rows at the end.
+  int rows = 0;
+  int64_t r = 0;
+  for (int b = 0; r < count; r += rows, b++) {
+    const int before = rows;
+    rows = (int)(count - r < most ? count - r : most);
+    const int upper = rows < 16 ? rows : 16, lower = rows - upper;
+    if (rows != before) amx_tiles_for(upper, lower, steps);
+    multiply(x.x + r * x.step, lower);
+    if (b) finish(r - before, r, acc[(b - 1) % 2]);
+    amx_end<H>(acc[b % 2], lower);
+    if (r + rows == count) amx_release(), finish(r, count, acc[b % 2]);
   }
 }
 
-static void amx_window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int count, int64_t row0) {
-  const bool four = w.element == INT4;
-  if (count >= AMX_FROM && tile_steps(x.run, four) >= AMX_LEAST_STEPS)
-    return (four ? amx_window_tile<INT4> : amx_window_tile<INT8>)(w, out, x, nb, count, row0);
-  const int rows = even_rows(count, DIGIT_ROWS);
-  for (int r = 0; r < count; r += rows) {
-    const Windows some{x.x + r * x.step, x.step, x.taps, x.count, x.run, x.sums + r, x.scales + r, x.zero};
-    window_product(w, out, some, nb, count - r < rows ? count - r : rows, row0 + r);
-  }
+template <Element E, int H>
+static void amx_windows_of(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count,
+                           int64_t row0) {
+  (has_zeros(w) ? amx_window_tiles<E, H, true> : amx_window_tiles<E, H, false>)(w, out, x, nb, count, row0);
+}
+
+static void amx_window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count,
+                               int64_t row0) {
+  const bool four = w.element == INT4, one = w.n - nb * COLUMNS <= LANES;
+  if (count < AMX_FROM || tile_steps(x.run, four) < AMX_LEAST_STEPS) return window_product(w, out, x, nb, count, row0);
+  if (one) (four ? amx_windows_of<INT4, 1> : amx_windows_of<INT8, 1>)(w, out, x, nb, count, row0);
+  else (four ? amx_windows_of<INT4, 2> : amx_windows_of<INT8, 2>)(w, out, x, nb, count, row0);
 }

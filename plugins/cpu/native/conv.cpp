@@ -54,15 +54,10 @@ bool has_windows(const Weight& w, const Image& image, const Input& in) {
          (in.mode == STATIC || in.mode == DYNAMIC);
 }
 
-// Multiply the windows of `width` results, the first of which has the number `row0`: `windows` gives those from one on. Sums and
-// scales of the windows are those of the line.
-template <class From>
-void multiply_rows(const Kernels& kernels, const Weight& w, const Output& out, int64_t width, int64_t row0,
-                   const From& windows) {
-  const int rows = even_rows(width, kernels.window_rows);
-  for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++)
-    for (int64_t v = 0; v < width; v += rows)
-      kernels.window_product(w, out, windows(v), nb, static_cast<int>(std::min<int64_t>(rows, width - v)), row0 + v);
+// Multiply the windows of `count` results, the first of which has the number `row0`.
+void multiply_rows(const Kernels& kernels, const Weight& w, const Output& out, const Windows& windows, int64_t count,
+                   int64_t row0) {
+  for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++) kernels.window_product(w, out, windows, nb, count, row0);
 }
 
 // Static scale: the image becomes codes once, with its padding; windows are read from there.
@@ -88,9 +83,9 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
     };
     if (h < 0 || h >= image.height) return fill(0, width);
     fill(0, image.pw), fill(image.pw + image.width, image.pw);
-    const Runs pixels{first_of(b, h), in.type, own, image.width, image.channels, nullptr, 0};
+    const Runs pixels{first_of(b, h), in.type, own, image.width, image.channels};
     const int64_t first = line * width + image.pw;
-    kernels.quantize_runs(pixels, inverse, in.zero, true, q + first * own, pixel_sums + first);
+    kernels.quantize_runs(pixels, inverse, in.zero, q + first * own, pixel_sums + first);
     if (in.type == I8) return;
     int32_t largest = 0;  // of the line; between the pixels of a channel group lie others
     if (image.groups == 1) largest = kernels.magnitude(first_of(b, h), in.type, image.width * own);
@@ -117,111 +112,67 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
       const int32_t* from = below.data() + j * image.dw;
       for (int64_t v = 0; v < ow; v++) window_sums[static_cast<size_t>(v)] += from[v * image.sw];
     }
-    multiply_rows(kernels, w, out, ow, line * ow, [&](int64_t v) {
-      return Windows{q + (top + v * image.sw) * own, image.sw * own, offsets.data(), runs, beside * own, window_sums.data() + v,
-                     scales.data() + v, in.zero};
-    });
+    const Windows windows{q + top * own, image.sw * own, offsets.data(), runs, beside * own, window_sums.data(),
+                          scales.data(), in.zero};
+    multiply_rows(kernels, w, out, windows, ow, line * ow);
   });
   return true;
 }
 
-// A line of results whose windows become rows of codes `step` apart, by the largest magnitude of their pixels.
-struct CodeLine {
-  const Kernels& kernels;
-  const Image& image;
-  const Input& in;
-  int64_t group, step;
-  const int32_t* pixels;  // largest magnitude of each pixel, in this group's channels
-
-  void fill(int64_t line, int8_t* q, float* scales, int32_t* sums) const {
-    const int64_t own = image.channels / image.groups, ow = image.out_width(), oh = image.out_height();
-    const int64_t size = type_size(in.type), k = image.kh * image.kw * own;
-    const char* x = static_cast<const char*>(in.x) + group * own * size;
-    const int64_t b = line / oh, top = line % oh * image.sh - image.ph;
-    std::vector<int32_t> below(static_cast<size_t>(image.width + 2 * image.pw), 0);  // largest of pixels above one another
-    for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
-      if (h < 0 || h >= image.height) continue;
-      int32_t* most = below.data() + image.pw;
-      const int32_t* from = pixels + (b * image.height + h) * image.width;
-      for (int64_t u = 0; u < image.width; u++) most[u] = std::max(most[u], from[u]);
-    }
-    const auto present = [&](int64_t i) { return top + i * image.dh >= 0 && top + i * image.dh < image.height; };
-    int64_t begin = 0, end = image.kh;  // rows of the windows that are no padding
-    while (begin < end && !present(begin)) begin++;
-    while (begin < end && !present(end - 1)) end--;
-    int32_t before = INFINITE;  // `most` of the window before, if that was inside
-    for (int64_t v = 0; v < ow; v++) {
-      const int64_t left = v * image.sw - image.pw;
-      int32_t most = 0;
-      for (int64_t j = 0; j < image.kw; j++) most = std::max(most, below[static_cast<size_t>(v * image.sw + j * image.dw)]);
-      const float scale = symmetric_scale(most), inverse = inverse_scale(scale);
-      const auto codes_of = [&](int64_t h, int64_t u, int64_t count, int64_t runs, int8_t* to, int64_t ready) {
-        const char* from = x + ((b * image.height + h) * image.width + u) * image.channels * size;
-        const int8_t* codes = ready ? to - step + image.sw * own : nullptr;
-        const Runs pixels{from, in.type, count * own, runs, image.dh * image.width * image.channels, codes, ready * own};
-        return kernels.quantize_runs(pixels, inverse, 0, false, to, nullptr);
-      };
-      scales[v] = scale, sums[v] = 0;
-      int8_t* to = q + v * step;
-      if (most >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
-        std::memset(to, 0, static_cast<size_t>(k));
-        before = INFINITE;
-        continue;
-      }
-      const bool inside = image.dw == 1 && image.groups == 1 && left >= 0 && left + image.kw <= image.width;
-      if (inside) {  // neighbours lie side by side, in the image and among the codes
-        const int64_t run = image.kw * own;
-        std::memset(to, 0, static_cast<size_t>(begin * run));
-        std::memset(to + end * run, 0, static_cast<size_t>((image.kh - end) * run));
-        // The largest value is often that of the window before, and then the codes of pixels in both are the same.
-        const int64_t ready = most == before ? std::max<int64_t>(0, image.kw - image.sw) : 0;
-        if (begin < end) sums[v] = codes_of(top + begin * image.dh, left, image.kw, end - begin, to + begin * run, ready);
-        before = most;
-        continue;
-      }
-      before = INFINITE;
-      for (int64_t i = 0, h = top; i < image.kh; i++, h += image.dh) {
-        for (int64_t j = 0, u = left; j < image.kw; j++, u += image.dw, to += own) {
-          const bool padding = h < 0 || h >= image.height || u < 0 || u >= image.width;
-          if (padding) std::memset(to, 0, static_cast<size_t>(own));
-          else sums[v] += codes_of(h, u, 1, 1, to, 0);
-        }
-      }
-    }
-  }
-};
-
-// A scale per window: windows become rows of codes, those of several lines of results at a time if these are short.
-bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
+// A scale per window: windows become rows of codes, parts of a line or several short lines of results at a time.
+bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& given, const Input& in,
                      const Output& out, int64_t group) {
+  constexpr int64_t MOST_ROWS = 96, MOST_BYTES = 512 << 10;  // of codes, which stay in L2 while all columns pass
+  constexpr int64_t VECTOR = 16;
+  Image image = given;
+  const bool alone = image.kh == 1 && image.kw == 1 && !image.ph && !image.pw;  // windows are pixels
+  if (alone && image.sh == 1 && image.sw == 1) {
+    image.width *= image.batch * image.height;
+    image.batch = image.height = 1;
+  }
   const int64_t own = image.channels / image.groups, ow = image.out_width(), lines = image.batch * image.out_height();
-  const int64_t pixels = image.batch * image.height * image.width, size = type_size(in.type);
-  const Scratch largest(pixels * 4);
+  const int64_t rows_of_pixels = image.batch * image.height, size = type_size(in.type);
+  const Scratch largest(alone ? 64 : rows_of_pixels * image.width * 4);
   if (!largest.data) return false;
-  int32_t* map = reinterpret_cast<int32_t*>(largest.data);
+  int32_t* map = alone ? nullptr : reinterpret_cast<int32_t*>(largest.data);
   const char* x = static_cast<const char*>(in.x) + group * own * size;
-  each(pool, pixels, std::max<int64_t>(1, (1 << 14) / own), [&](int64_t pixel) {
-    map[pixel] = kernels.magnitude(x + pixel * image.channels * size, in.type, own);
+  if (map) each(pool, rows_of_pixels, std::max<int64_t>(1, (1 << 14) / (own * image.width)), [&](int64_t row) {
+    const int64_t pixel = row * image.width;
+    kernels.magnitudes({x + pixel * image.channels * size, in.type, own, image.width, image.channels}, map + pixel);
   });
-  const int64_t step = w.at.k + 64;  // not a power of two, so that rows do not share one set of the cache
-  const CodeLine codes_of{kernels, image, in, group, step, map};
-  const int64_t together = std::max<int64_t>(1, std::min(kernels.window_rows / ow, lines / (4 * pool.threads)));
-  const int64_t units = ceil_div(lines, together), none = 0;
+  // 1. How many windows a thread takes at a time: those that are multiplied together, and more, as the weight is read
+  //    for each such part; fewer where threads would have none. Rows of codes lie an odd number of cache lines apart,
+  //    so that they do not share one set of the cache.
+  const int64_t step = (round_up(w.at.k, 64) / 64 | 1) * 64;
+  int64_t most = std::min(MOST_ROWS, MOST_BYTES / step);
+  if (pool.threads > 1) most = std::min(most, lines * ow / (4 * pool.threads));
+  most = std::max<int64_t>(1, most / kernels.window_rows) * kernels.window_rows;
+  const int64_t together = std::max<int64_t>(1, std::min(lines, most / ow));
+  const int64_t part = ow > most ? most : ow, parts = ceil_div(ow, part);  // of a line
+  const int64_t units = ceil_div(lines, together) * parts, rows = together * part, none = 0;
+  const int64_t padded = round_up(rows, VECTOR) + VECTOR;
+  const int64_t words = 2 * padded + 2 * round_up(part, VECTOR) + image.width + 2 * image.pw;
   std::vector<char> failed(static_cast<size_t>(units), 0);
-  each(pool, units, std::max<int64_t>(1, (1 << 16) / (together * ow * w.at.k * w.n + 1)), [&](int64_t unit) {
-    const int64_t first = unit * together, here = std::min(together, lines - first), rows = here * ow;
-    const Scratch codes(rows * (step + 8) + 64);
+  each(pool, units, std::max<int64_t>(1, (1 << 16) / (rows * w.at.k * w.n + 1)), [&](int64_t unit) {
+    const int64_t line = unit / parts * together, from = unit % parts * part;
+    const int64_t here = std::min(together, lines - line), width = std::min(part, ow - from);
+    const Scratch codes(rows * step + words * 4);
     if (!codes.data) {
       failed[static_cast<size_t>(unit)] = 1;
       return;
     }
+    // 2. Codes; what is written of scales and sums behind the last of a line is that of the next.
     int8_t* q = reinterpret_cast<int8_t*>(codes.data);
-    float* scales = reinterpret_cast<float*>(codes.data + round_up(rows * step, 64));
-    int32_t* sums = reinterpret_cast<int32_t*>(scales + rows);
-    for (int64_t l = 0; l < here; l++) codes_of.fill(first + l, q + l * ow * step, scales + l * ow, sums + l * ow);
-    multiply_rows(kernels, w, out, rows, first * ow, [&](int64_t v) {
-      return Windows{q + v * step, step, &none, 1, w.at.k, sums + v, scales + v, 0};
-    });
+    float* scales = reinterpret_cast<float*>(codes.data + rows * step);
+    int32_t *sums = reinterpret_cast<int32_t*>(scales + padded), *scratch = sums + padded;
+    for (int64_t l = 0; l < here; l++) {
+      const int64_t row = l * width;
+      const WindowCodes to{q + row * step, step, scales + row, sums + row, scratch};
+      kernels.window_codes(in, image, map, group, line + l, from, width, to);
+    }
+    // 3. Products.
+    const Windows windows{q, step, &none, 1, w.at.k, sums, scales, 0};
+    multiply_rows(kernels, w, out, windows, here * width, line * ow + from);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }

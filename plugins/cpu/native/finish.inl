@@ -80,6 +80,23 @@ static inline __attribute__((always_inline)) void store_vectors(void* y, int64_t
   if (H % 2) store_result(y, i + (H - 1) * LANES, type, v[H - 1]);
 }
 
+#ifdef QCORE_PARTS
+// The first `here` results, at least one, of H vectors: the end of a row.
+template <int H>
+static inline __attribute__((always_inline)) void
+store_some(void* y, int64_t i, Type type, int64_t here, const F (&v)[H]) {
+  for (int h = 0; h < H && here > h * LANES; h++) {
+    const int64_t at = i + h * LANES, left = here - h * LANES;
+    if (type == F32) store_part_f((float*)y + at, v[h], left);
+    else if (type == F16) store_part_fp16((uint16_t*)y + at, v[h], left);
+#ifdef QCORE_BF16_CONVERSION
+    else if (!any_unusual(v[h])) store_part_converted((uint16_t*)y + at, v[h], left);
+#endif
+    else store_part_of_words((uint16_t*)y + at, bf16_words(v[h]), left);
+  }
+}
+#endif
+
 // Codes, and results at the end of a row, of which `here` are stored.
 template <int H>
 static void __attribute__((noinline))
@@ -93,12 +110,18 @@ finish_part(const Output& out, int64_t row, int64_t column, int64_t here, const 
       const F q = max_f(min_f(div_f(v[h], set_f(scale)), set_f(1e6f)), set_f(-1e6f));
       narrow_i(codes + h * LANES, add_i(round_i(q), zero));
     }
+#ifdef QCORE_PARTS  // a copy of any length is a call
+    store_part_64(y + column, load_part_64(codes, H * LANES), here);
+  } else {
+    store_some(y, column, out.type, here, v);
+#else
     __builtin_memcpy(y + column, codes, (size_t)here);
   } else {
     alignas(64) char rounded[COLUMNS * 4];
     const int size = type_size(out.type);
     store_vectors<H>(rounded, 0, out.type, v);
     __builtin_memcpy(y + column * size, rounded, (size_t)here * size);
+#endif
   }
 }
 

@@ -29,6 +29,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "windows.inl"
 #include "panel.inl"
 #include "planes.inl"
+#include "codes.inl"
 #include "channels.inl"
 #include "fp8.inl"
 #include "elements.inl"
@@ -76,7 +77,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       {0, 0, 0, {0, 0, 0}, 0, 0, nullptr, nullptr},
 #endif
       {16, 16, LANES == 16 ? 9 : 16, {FLOAT_PANEL_FROM, FLOAT_PANEL_FROM, FLOAT_PANEL_FROM}, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
-      quantize_runs, magnitude,
+      quantize_runs, magnitude, magnitudes, window_codes,
 #if defined(QCORE_AMX)
       AMX_ROWS, amx_window_product, nullptr, nullptr,
 #elif defined(QCORE_PAIRS)

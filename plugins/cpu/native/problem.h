@@ -191,14 +191,20 @@ struct Kernels {
   void (*pair_row)(const Weight&, const uint16_t* x, uint32_t* to, float* sums, int r, int rows);
   // Many rows of bf16 x on products of bf16 pairs, whose `run` may be null; of other float x.
   Panel bf16_panel, float_panel;
-  // Runs of values as codes round(x * inverse) + zero, side by side; returns the sum of all, or puts that of each in `sums`.
-  // Codes (I8) are copied. Without `clamp` zero is 0, and no value lies beyond the codes.
-  int32_t (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, bool clamp, int8_t* codes, int32_t* sums);
+  // Runs of values as codes round(x * inverse) + zero, side by side, and the sum of each run. Codes (I8) are copied.
+  void (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums);
   // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
-  // A convolution's windows, up to `window_rows` of them, times 32 columns, where the weight has one scale per channel: see Windows.
+  // That of each run.
+  void (*magnitudes)(const struct Runs& x, int32_t* to);
+  // `count` windows of a line of results as codes, each with a scale of its own, from window `from` on. `map`: the
+  // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding.
+  void (*window_codes)(const Input&, const struct Image&, const int32_t* map, int64_t group, int64_t line, int64_t from,
+                       int64_t count, const struct WindowCodes&);
+  // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows. `window_rows`:
+  // how many are multiplied together.
   int window_rows;
-  void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int count, int64_t row0);
+  void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int64_t count, int64_t row0);
   // The same for float x: windows of bfloat16 where `bf16_panel` serves, of float32. Null: rows are gathered for the panels.
   void (*bf16_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
   void (*float_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
@@ -221,14 +227,20 @@ struct Kernels {
   const struct Elements* elements;
 };
 
-// Runs of `count` values, `step` of them from run to run. The first `ready` values of each are codes already, from `codes` on
-// and `count` apart.
+// Runs of `count` values, `step` of them from run to run.
 struct Runs {
   const void* x;
   Type type;
   int64_t count, runs, step;
-  const int8_t* codes;
-  int64_t ready;
+};
+
+// Rows of codes, `step` bytes apart, with their scales and sums, of which there is room for whole vectors. `scratch`:
+// two such arrays of words, then a word for each pixel of a padded line.
+struct WindowCodes {
+  int8_t* q;
+  int64_t step;
+  float* scales;
+  int32_t *sums, *scratch;
 };
 
 // Rows of codes in an image of codes: row r begins at x + r * step and is the runs at `taps`.

@@ -7,6 +7,16 @@ static inline F widen_f(const void* p, int64_t i, Type type) {
   return to_f(signed_bytes_i((const int8_t*)p + i));
 }
 
+#ifdef QCORE_PARTS
+// The first `count` of them, from 1 on.
+static inline F widen_part_f(const void* p, int64_t i, Type type, int64_t count) {
+  if (type == F32) return load_part_f((const float*)p + i, count);
+  if (type == BF16) return bf16_part_f((const uint16_t*)p + i, count);
+  if (type == F16) return fp16_part_f((const uint16_t*)p + i, count);
+  return to_f(signed_bytes_part_i((const int8_t*)p + i, count));
+}
+#endif
+
 static void widen(const void* from, Type type, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) store_f(to + i, widen_f(from, i, type));

@@ -31,9 +31,35 @@ static inline I dot(I acc, I codes, I x) { return _mm512_dpbusd_epi32(acc, codes
 static inline I dot_words(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }  // of low words, if the high ones of b are 0
 static inline I bytes_i(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 static inline I signed_bytes_i(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+// Parts of vectors, of at least one value: others are neither read nor written, and are 0 in registers.
+#define QCORE_PARTS
+static inline __mmask16 part_16(int64_t count) { return (__mmask16)(count < 16 ? (1u << count) - 1 : 0xffff); }
+static inline __mmask32 part_32(int64_t count) { return count < 32 ? (__mmask32)((1ull << count) - 1) : ~(__mmask32)0; }
+static inline __mmask64 part_64(int64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; }
+static inline F load_part_f(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(part_16(count), p); }
+static inline __m256i load_part_words(const uint16_t* p, int64_t count) {
+  return _mm256_maskz_loadu_epi16(part_16(count), p);
+}
+static inline F fp16_part_f(const uint16_t* p, int64_t count) { return _mm512_cvtph_ps(load_part_words(p, count)); }
+static inline F bf16_part_f(const uint16_t* p, int64_t count) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_part_words(p, count)), 16));
+}
+static inline I signed_bytes_part_i(const int8_t* p, int64_t count) {
+  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(part_16(count), p));
+}
+static inline I load_part_32(const uint16_t* p, int64_t count) { return _mm512_maskz_loadu_epi16(part_32(count), p); }
+static inline I load_part_64(const int8_t* p, int64_t count) { return _mm512_maskz_loadu_epi8(part_64(count), p); }
+static inline I part_of_64(I v, int64_t count) { return _mm512_maskz_mov_epi8(part_64(count), v); }
+static inline void store_part_64(void* p, I v, int64_t count) { _mm512_mask_storeu_epi8(p, part_64(count), v); }
+static inline void store_part_f(float* p, F v, int64_t count) { _mm512_mask_storeu_ps(p, part_16(count), v); }
+static inline void store_part_fp16(uint16_t* p, F v, int64_t count) {
+  _mm256_mask_storeu_epi16(p, part_16(count), _mm512_cvtps_ph(v, 0));
+}
+static inline void store_part_of_words(uint16_t* p, I v, int64_t count) {
+  _mm256_mask_storeu_epi16(p, part_16(count), _mm512_cvtepi32_epi16(v));
+}
 static inline void narrow_i(int8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
 // Four vectors as 64 codes plus a zero point, in int8 by saturation.
-#define QCORE_FOUR_TO_CODES
 static inline I set_words(int16_t v) { return _mm512_set1_epi16(v); }
 static inline I set_bytes(int8_t v) { return _mm512_set1_epi8(v); }
 static inline void store_i(void* p, I v) { _mm512_storeu_si512(p, v); }
@@ -45,15 +71,18 @@ static inline I four_to_codes(I a, I b, I c, I d, I zeros) {
 }
 // 64 numbers of bfloat16 times f, rounded to codes that are all within int8. Even and odd numbers apart: a float with the
 // lower 16 bits cleared, or moved up; the codes of both, within 16 bits, are put together in order.
-#define QCORE_BF16_TO_CODES
-static inline I bf16_to_codes(const uint16_t* x, F f) {
-  const auto words = [&](const uint16_t* at) {
-    const I pairs = load_i(at);
-    const I even = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), f));
-    const I odd = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(and_i(pairs, set_i((int32_t)0xffff0000))), f));
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
-  };
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi16(words(x), words(x + 32)));
+static inline __attribute__((always_inline)) I bf16_code_words(I pairs, F f) {
+  const I even = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), f));
+  const I odd = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(and_i(pairs, set_i((int32_t)0xffff0000))), f));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
+}
+static inline __attribute__((always_inline)) I bf16_to_codes(I first, I second, F f) {
+  const I codes = _mm512_packs_epi16(bf16_code_words(first, f), bf16_code_words(second, f));
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes);
+}
+// The same for 32, and 0 behind them.
+static inline __attribute__((always_inline)) I bf16_to_codes(I only, F f) {
+  return _mm512_zextsi256_si512(_mm512_cvtsepi16_epi8(bf16_code_words(only, f)));
 }
 static inline I bits(F v) { return _mm512_castps_si512(v); }
 static inline F from_bits(I v) { return _mm512_castsi512_ps(v); }
@@ -78,26 +107,35 @@ static inline void store_words(uint16_t* p, I v) { _mm256_storeu_si256((__m256i*
 static inline int32_t sum_i(I v) { return _mm512_reduce_add_epi32(v); }
 static inline int32_t largest_i(I v) { return _mm512_reduce_max_epi32(v); }
 static inline float sum_f(F v) { return _mm512_reduce_add_ps(v); }
-// The sums of 16 vectors: halves of two side by side, then quarters of four, and so on.
-static inline __attribute__((always_inline)) F sums_f(const F (&v)[16]) {
+// 16 vectors reduced to a lane each: halves of two side by side, then quarters of four, and so on.
+template <class Join>
+static inline __attribute__((always_inline)) F reduced(const F (&v)[16], const Join& join) {
   F halves[8], quarters[4], pairs[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     const F low = _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44), high = _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee);
-    halves[i] = _mm512_add_ps(low, high);
+    halves[i] = join(low, high);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     const F even = _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0x88);
-    quarters[i] = _mm512_add_ps(even, _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+    quarters[i] = join(even, _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const F low = _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0x44);
-    pairs[i] = _mm512_add_ps(low, _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0xee));
+    pairs[i] = join(low, _mm512_shuffle_ps(quarters[2 * i], quarters[2 * i + 1], 0xee));
   }
-  const F sums = _mm512_add_ps(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
-  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+  const F all = join(_mm512_shuffle_ps(pairs[0], pairs[1], 0x88), _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all);
+}
+static inline __attribute__((always_inline)) F sums_f(const F (&v)[16]) { return reduced(v, add_f); }
+// Of integers, whose bits these are.
+static inline __attribute__((always_inline)) I sums_i(const F (&v)[16]) {
+  return bits(reduced(v, [](F a, F b) { return from_bits(add_i(bits(a), bits(b))); }));
+}
+static inline __attribute__((always_inline)) I largest_each_i(const F (&v)[16]) {
+  return bits(reduced(v, [](F a, F b) { return from_bits(max_i(bits(a), bits(b))); }));
 }
 static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
 static inline float least_f(F v) { return _mm512_reduce_min_ps(v); }
@@ -164,6 +202,9 @@ static inline bool any_unusual(F v) { return _mm512_fpclass_ps_mask(v, 0xa1); } 
 static inline bool any_unusual(F a, F b) { return _mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1); }
 // For scales: whole numbers times normal ones are 0 or normal, or overflow.
 static inline bool all_normal_or_zero(F v) { return !_mm512_fpclass_ps_mask(v, 0xb9); }
+static inline void store_part_converted(uint16_t* p, F v, int64_t count) {
+  _mm256_mask_storeu_epi16(p, part_16(count), (__m256i)_mm512_cvtneps_pbh(v));
+}
 static inline void store_converted(uint16_t* p, F a, F b) { _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(b, a)); }
 // Pairs of a lane of each, `first` in the low half, if both are such numbers.
 static inline I converted_pairs(F first, F second) {

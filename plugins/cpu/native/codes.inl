@@ -1,0 +1,315 @@
+// Convolutions: codes of whole images, or of windows by the largest magnitude of each.
+
+// The sum of codes: of vectors, and of what is no whole vector.
+struct CodeSum {
+  I lanes = set_i(0);
+#ifdef QCORE_PARTS
+  void store(I q, int8_t* codes) {  // 4 * LANES codes
+    lanes = dot(lanes, set_bytes(1), q);
+    store_i(codes, q);
+  }
+  void store(I q, int8_t* codes, int64_t count) {  // so many, and 0 behind them
+    lanes = dot(lanes, set_bytes(1), q);
+    store_part_64(codes, q, count);
+  }
+#else
+  int32_t rest = 0;
+  int32_t all() const { return sum_i(lanes) + rest; }
+#endif
+};
+
+// CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
+template <Type TYPE, bool CLAMP>
+static inline __attribute__((always_inline)) void
+run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* codes, CodeSum& sum) {
+  const F f = set_f(inverse), most = set_f(1e6f);
+#ifdef QCORE_PARTS  // narrowed by saturation, which takes care of bounds
+  const I zeros = set_words((int16_t)zero);
+  // What is below int32 becomes its least number.
+  const auto rounded = [&](F v) { return CLAMP ? round_i(min_f(mul_f(v, f), most)) : round_i(mul_f(v, f)); };
+  int64_t i = 0;
+  for (; i + 4 * LANES <= count; i += 4 * LANES) {
+    if constexpr (TYPE == BF16 && !CLAMP) {
+      const uint16_t* words = (const uint16_t*)x + i;
+      sum.store(bf16_to_codes(load_i(words), load_i(words + 2 * LANES), f), codes + i);
+    } else {
+      const auto whole = [&](int64_t at) { return rounded(widen_f(x, at, TYPE)); };
+      const I first = whole(i), second = whole(i + LANES), third = whole(i + 2 * LANES);
+      sum.store(four_to_codes(first, second, third, whole(i + 3 * LANES), zeros), codes + i);
+    }
+  }
+  const int64_t left = count - i;
+  if (!left) return;
+  if constexpr (TYPE == BF16 && !CLAMP) {
+    const uint16_t* words = (const uint16_t*)x + i;
+    if (left <= 2 * LANES) sum.store(bf16_to_codes(load_part_32(words, left), f), codes + i, left);
+    else sum.store(bf16_to_codes(load_i(words), load_part_32(words + 2 * LANES, left - 2 * LANES), f), codes + i, left);
+  } else {
+    const auto part = [&](int64_t at) {
+      return left > at ? rounded(widen_part_f(x, i + at, TYPE, left - at)) : set_i(0);
+    };
+    const I q = four_to_codes(part(0), part(LANES), part(2 * LANES), part(3 * LANES), zeros);
+    sum.store(part_of_64(q, left), codes + i, left);
+  }
+#else
+  const F least = set_f(-1e6f);
+  const I z = set_i(zero), high = set_i(127), low = set_i(-128);
+  const auto code = [&](F v) {
+    if (TYPE == I8) return round_i(v);
+    if (!CLAMP) return round_i(mul_f(v, f));
+    return max_i(min_i(add_i(round_i(max_f(min_f(mul_f(v, f), most), least)), z), high), low);
+  };
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const I q = code(widen_f(x, i, TYPE));
+    sum.lanes = add_i(sum.lanes, q);
+    narrow_i(codes + i, q);
+  }
+  if (i < count) {
+    alignas(64) float rest[LANES] = {0};
+    alignas(64) int8_t narrow[LANES];
+    widen(x + i * type_size(TYPE), TYPE, count - i, rest);
+    narrow_i(narrow, code(load_f(rest)));
+    for (int j = 0; i < count; i++, j++) codes[i] = narrow[j], sum.rest += narrow[j];
+  }
+#endif
+}
+
+static inline void copy_codes(const int8_t* from, int64_t count, int8_t* codes, CodeSum& sum) {
+  int64_t i = 0;
+#ifdef QCORE_PARTS
+  for (; i + 4 * LANES <= count; i += 4 * LANES) sum.store(load_i(from + i), codes + i);
+  if (i < count) sum.store(load_part_64(from + i, count - i), codes + i, count - i);
+#else
+  for (; i < count; i++) codes[i] = from[i], sum.rest += from[i];
+#endif
+}
+
+// The sums of LANES of them.
+static inline void sums_of(const CodeSum (&sums)[LANES], int32_t* to) {
+#ifdef QCORE_PARTS
+  F all[LANES];
+  for (int i = 0; i < LANES; i++) all[i] = from_bits(sums[i].lanes);
+  store_i(to, sums_i(all));
+#else
+  for (int i = 0; i < LANES; i++) to[i] = sums[i].all();
+#endif
+}
+
+template <Type TYPE>
+static void all_codes(const Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums) {
+  const char* from = (const char*)x.x;
+  alignas(64) int32_t some[LANES];
+  for (int64_t first = 0; first < x.runs; first += LANES) {
+    const int64_t here = x.runs - first < LANES ? x.runs - first : LANES;
+    CodeSum own[LANES];
+    for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE), codes += x.count) {
+      if (TYPE == I8) copy_codes((const int8_t*)from, x.count, codes, own[r]);
+      else run_codes<TYPE, true>(from, x.count, inverse, zero, codes, own[r]);
+    }
+    sums_of(own, some);
+    __builtin_memcpy(sums + first, some, (size_t)here * 4);
+  }
+}
+
+static void quantize_runs(const Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums) {
+  if (x.type == I8) all_codes<I8>(x, inverse, zero, codes, sums);
+  else if (x.type == F32) all_codes<F32>(x, inverse, zero, codes, sums);
+  else if (x.type == BF16) all_codes<BF16>(x, inverse, zero, codes, sums);
+  else all_codes<F16>(x, inverse, zero, codes, sums);
+}
+
+// The largest magnitudes of `count` values, in lanes.
+template <Type TYPE>
+static inline I lane_magnitudes(const char* x, int64_t count) {
+  const I all_but_sign = set_i(0x7fffffff);
+  I most = set_i(0);
+  int64_t i = 0;
+#ifdef QCORE_PARTS
+  if constexpr (TYPE == BF16) {  // whose bits are those of a float's upper half
+    I words = set_i(0);
+    const auto include = [&](I v) { words = max_words(words, and_i(v, set_i(0x7fff7fff))); };
+    for (; i + 2 * LANES <= count; i += 2 * LANES) include(load_i((const uint16_t*)x + i));
+    if (i < count) include(load_part_32((const uint16_t*)x + i, count - i));
+    return max_i(shl_i<16>(words), and_i(words, set_i((int32_t)0xffff0000)));
+  }
+#endif
+  for (; i + LANES <= count; i += LANES) most = max_i(most, and_i(bits(widen_f(x, i, TYPE)), all_but_sign));
+  if (i < count) {
+#ifdef QCORE_PARTS
+    const F rest = widen_part_f(x, i, TYPE, count - i);
+#else
+    alignas(64) float values[LANES] = {0};
+    widen(x + i * type_size(TYPE), TYPE, count - i, values);
+    const F rest = load_f(values);
+#endif
+    most = max_i(most, and_i(bits(rest), all_but_sign));
+  }
+  return most;
+}
+
+static int32_t magnitude(const void* x, Type type, int64_t count) {
+  const char* from = (const char*)x;
+  return largest_i(type == F32    ? lane_magnitudes<F32>(from, count)
+                   : type == BF16 ? lane_magnitudes<BF16>(from, count)
+                                  : lane_magnitudes<F16>(from, count));
+}
+
+template <Type TYPE>
+static void run_magnitudes(const Runs& x, int32_t* to) {
+  const char* from = (const char*)x.x;
+#ifdef QCORE_PARTS  // as many runs as a vector has lanes are reduced together
+  for (int64_t first = 0; first < x.runs; first += LANES) {
+    const int64_t here = x.runs - first < LANES ? x.runs - first : LANES;
+    F most[LANES];
+    for (int i = 0; i < LANES; i++) most[i] = set_f(0);
+    for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE))
+      most[r] = from_bits(lane_magnitudes<TYPE>(from, x.count));
+    store_part_f((float*)to + first, from_bits(largest_each_i(most)), here);
+  }
+#else
+  for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE))
+    to[r] = largest_i(lane_magnitudes<TYPE>(from, x.count));
+#endif
+}
+
+static void magnitudes(const Runs& x, int32_t* to) {
+  if (x.type == F32) run_magnitudes<F32>(x, to);
+  else if (x.type == BF16) run_magnitudes<BF16>(x, to);
+  else run_magnitudes<F16>(x, to);
+}
+
+// Where pixels lie side by side, windows that overlap and have one scale share codes; a copy of fewer would take
+// longer.
+constexpr int64_t FEWEST_READY = 64;
+
+// Windows of one line, of which this is the first pixel.
+struct WindowLine {
+  const Image& image;
+  const char* x;           // of the image and group
+  int64_t own, top, type_bytes;
+  int64_t begin, end;      // rows of the windows that are no padding
+  bool beside;             // whether a window's pixels of one row lie side by side
+  WindowLine(const Image& image, const Input& in, int64_t group, int64_t line)
+      : image(image), own(image.channels / image.groups), top(line % image.out_height() * image.sh - image.ph),
+        type_bytes(type_size(in.type)), begin(0), end(image.kh), beside(image.dw == 1 && image.groups == 1) {
+    const int64_t before = line / image.out_height() * image.height * image.width;  // pixels of other images
+    x = (const char*)in.x + (before * image.channels + group * own) * type_bytes;
+    while (begin < end && !has(begin)) begin++;
+    while (begin < end && !has(end - 1)) end--;
+  }
+  int64_t row(int64_t i) const { return top + i * image.dh; }
+  bool has(int64_t i) const { return row(i) >= 0 && row(i) < image.height; }
+  const char* pixel(int64_t i, int64_t u) const {
+    return x + (row(i) * image.width + u) * image.channels * type_bytes;
+  }
+  // The largest magnitudes of windows from `from` on. `map`: of this image's pixels; `below`: memory for those of
+  // pixels above one another.
+  void largest(const int32_t* map, int64_t from, int64_t count, int32_t* below, int32_t* to) const {
+    const int64_t left = from * image.sw - image.pw, span = (count - 1) * image.sw + (image.kw - 1) * image.dw + 1;
+    const int64_t first = left < 0 ? -left : 0, last = left + span > image.width ? image.width - left : span;
+    for (int64_t u = 0; u < span; u++) below[u] = 0;
+    for (int64_t i = begin; i < end; i++) {
+      const int32_t* pixels = map + row(i) * image.width + left;
+      for (int64_t u = first; u < last; u++) below[u] = below[u] > pixels[u] ? below[u] : pixels[u];
+    }
+    for (int64_t v = 0; v < count; v++) to[v] = below[v * image.sw];
+    for (int64_t j = 1; j < image.kw; j++) {
+      const int32_t* beside = below + j * image.dw;
+      if (image.sw == 1) for (int64_t v = 0; v < count; v++) to[v] = to[v] > beside[v] ? to[v] : beside[v];
+      else for (int64_t v = 0; v < count; v++) to[v] = to[v] > beside[v * image.sw] ? to[v] : beside[v * image.sw];
+    }
+  }
+  // Whether a window lies in the image, and its rows can be read at a stretch.
+  bool is_inside(int64_t v) const {
+    const int64_t left = v * image.sw - image.pw;
+    return beside && left >= 0 && left + image.kw <= image.width;
+  }
+  // The codes of window v, of which a part may be padding.
+  template <Type TYPE>
+  void codes(int64_t v, float inverse, int8_t* to, CodeSum& sum) const {
+    const int64_t left = v * image.sw - image.pw, run = image.kw * own;
+    const int64_t first = left < 0 ? -left : 0, last = left + image.kw > image.width ? image.width - left : image.kw;
+    __builtin_memset(to, 0, (size_t)(image.kh * run));
+    for (int64_t i = begin; i < end; i++) {
+      int8_t* here = to + i * run;
+      if (beside) {
+        if (first < last)
+          run_codes<TYPE, false>(pixel(i, left + first), (last - first) * own, inverse, 0, here + first * own, sum);
+        continue;
+      }
+      for (int64_t j = 0, u = left; j < image.kw; j++, u += image.dw)
+        if (u >= 0 && u < image.width) run_codes<TYPE, false>(pixel(i, u), own, inverse, 0, here + j * own, sum);
+    }
+  }
+};
+
+// PIXELS: windows are pixels.
+template <Type TYPE, bool PIXELS>
+static void line_codes(const WindowLine& line, int64_t from, int64_t count, const float* inverse, const int32_t* most,
+                       const WindowCodes& to) {
+  const Image& image = line.image;
+  const int64_t run = PIXELS ? line.own : image.kw * line.own, k = PIXELS ? run : image.kh * run;
+  const int64_t kept = image.kw > image.sw ? image.kw - image.sw : 0;
+  const int64_t ready = line.beside && kept * line.own >= FEWEST_READY ? kept * line.own : 0;
+  const int64_t shift = image.sw * line.own, above = line.begin * run, below = (image.kh - line.end) * run;
+  const int64_t pixel = image.channels * line.type_bytes, step = image.sw * pixel, row = image.dh * image.width * pixel;
+  const int64_t rows = PIXELS ? 1 : line.end - line.begin;
+  const char* x = line.pixel(line.begin, from * image.sw - image.pw);
+  int8_t* q = to.q;
+  CodeSum sums[LANES];
+  bool usual = false;  // whether the window before was inside
+  for (int64_t v = 0; v < count; v++, x += step, q += to.step) {
+    const bool same = usual && most[v] == most[v - 1];
+    CodeSum sum;
+    usual = false;
+    if (most[v] >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
+      __builtin_memset(q, 0, (size_t)k);
+    } else if (PIXELS) {
+      run_codes<TYPE, false>(x, run, inverse[v], 0, q, sum);
+    } else if (line.is_inside(from + v)) {
+      usual = true;
+      if (above) __builtin_memset(q, 0, (size_t)above);
+      if (below) __builtin_memset(q + k - below, 0, (size_t)below);
+      int8_t* here = q + above;
+      const char* values = x;
+      const int64_t copied = same ? ready : 0;
+      for (int64_t i = 0; i < rows; i++, here += run, values += row) {
+        if (copied) copy_codes(here - to.step + shift, copied, here, sum);
+        run_codes<TYPE, false>(values + copied * line.type_bytes, run - copied, inverse[v], 0, here + copied, sum);
+      }
+    } else {
+      line.template codes<TYPE>(from + v, inverse[v], q, sum);
+    }
+    sums[v % LANES] = sum;
+    if (v % LANES == LANES - 1 || v + 1 == count) sums_of(sums, to.sums + v / LANES * LANES);
+  }
+}
+
+template <Type TYPE>
+static void line_codes_of(bool pixels, const WindowLine& line, int64_t from, int64_t count, const float* inverse,
+                          const int32_t* most, const WindowCodes& to) {
+  (pixels ? line_codes<TYPE, true> : line_codes<TYPE, false>)(line, from, count, inverse, most, to);
+}
+
+// Windows from `from` on of a line of results; the image's largest magnitudes, or null where windows are pixels.
+static void window_codes(const Input& in, const Image& image, const int32_t* map, int64_t group, int64_t number,
+                         int64_t from, int64_t count, const WindowCodes& to) {
+  const WindowLine line(image, in, group, number);
+  const int64_t padded = ceil_div(count, LANES) * LANES;
+  int32_t *most = to.scratch, *below = most + 2 * padded;
+  float* inverse = (float*)(most + padded);
+  const int64_t pixels = number / image.out_height() * image.height * image.width;  // of images before this one
+  if (map) line.largest(map + pixels, from, count, below, most);
+  else magnitudes({line.pixel(0, from * image.sw), in.type, line.own, count, image.sw * image.channels}, most);
+  for (int64_t v = count; v % LANES; v++) most[v] = 0;
+  for (int64_t v = 0; v < count; v += LANES) {
+    const I here = load_i(most + v), nan = and_i(sra_i<31>(sub_i(set_i(INFINITE - 1), here)), set_i(0x7fc00000));
+    const F scale = usable_scales(div_f(from_bits(min_i(here, set_i(INFINITE - 1))), set_f(127.0f)));
+    store_f(to.scales + v, from_bits(or_i(bits(scale), nan)));
+    store_f(inverse + v, div_f(set_f(1), scale));
+  }
+  if (in.type == F32) line_codes_of<F32>(!map, line, from, count, inverse, most, to);
+  else if (in.type == BF16) line_codes_of<BF16>(!map, line, from, count, inverse, most, to);
+  else line_codes_of<F16>(!map, line, from, count, inverse, most, to);
+}
