@@ -84,6 +84,38 @@ def test_few_channels_give_what_linear_layers_give(channels, outputs, groups, ge
     torch.testing.assert_close(last, found, rtol=0, atol=0, equal_nan=True)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-asym", "w8a8-o8(0.1,-3)", "w8a8-static(0.02,5)-o8(0.1,-3)"])
+@pytest.mark.parametrize("outputs", [1, 4, 16, 17, 48, 72])
+@pytest.mark.parametrize(("channels", "geometry"), [
+    (8, {"kernel_size": 1}), (24, {"kernel_size": 1, "stride": 2}), (56, {"kernel_size": 1, "padding": 1}),
+    (96, {"kernel_size": 1, "bias": False}), (16, {"kernel_size": 3, "padding": 1}),
+    (8, {"kernel_size": (3, 5), "padding": (1, 4), "stride": (2, 1)}),
+    (24, {"kernel_size": 3, "padding": (2, 1), "dilation": (1, 2)}),
+])  # fmt: skip
+def test_short_rows_of_channels(channels, geometry, outputs, scheme, dtype):
+    """Whole and partial vectors of values, codes and results, in both formats of images."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(channels, outputs, **geometry).to(dtype)
+    x = torch.randn(2, channels, 9, 61).to(dtype)
+    x *= torch.tensor([1, 1, 1, 8, 0.01])[torch.randint(5, (2, 1, 9, 61))].to(dtype)
+    x[0, :, 2:6, 5:10] = 0
+    if "static" not in scheme:  # whose code of NaN is any
+        x[1, 1, 4, 8], x[1, channels - 1, 4, 15] = float("nan"), float("inf")
+    layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
+    expected = qcore.nn.QuantizedLinear.from_float(linear_of(conv), scheme)(windows_of(x, conv)).permute(0, 3, 1, 2)
+    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]  # a code next to a tie
+    rounding = 1 if "o8" in scheme else rounding
+    for form in (torch.channels_last, torch.contiguous_format):
+        found = layer(x.contiguous(memory_format=form))
+        assert found.is_contiguous(memory_format=form)
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+    some = x.contiguous(memory_format=torch.channels_last)[1:, :, 3:6, 7:11]  # not contiguous; few positions
+    alone = layer(x[1:, :, 3:6, 7:11].clone())
+    torch.testing.assert_close(layer(some), alone, rtol=0, atol=0, equal_nan=True)
+
+
 def linear_of(conv):
     weight = conv.weight.detach().permute(0, 2, 3, 1).flatten(1)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)

@@ -17,7 +17,7 @@ from qcore.plugin_api import (
 )
 
 from . import native, ops
-from .eligibility import takes_channels, takes_planes_first
+from .eligibility import takes_channels, takes_planes_first, takes_windows_last
 from .kinds import Mode, needs_sums
 from .layout import WeightLayout
 from .parameters import readable_bias
@@ -36,6 +36,7 @@ class CpuConv2d(Kernel):
         self.out_dtype = request.out_dtype
         self.parts = self.parts_of(request)
         self.planes_first, self.channelwise = takes_planes_first(request), takes_channels(request)
+        self.windows_last = takes_windows_last(request)
         self.rows = self.n // self.parts
         self.layout = WeightLayout(self.format, self.rows, self.k, sums=needs_sums(request.activation))
         scale, zero = given_numbers(request.activation)
@@ -93,7 +94,8 @@ class CpuConv2d(Kernel):
 class CpuPlaneConv2d(CpuConv2d):
     """The same for few channels in a group: images are read as planes, in torch's default format.
 
-    Depthwise, they are read as they are in either format.
+    Depthwise, they are read as they are in either format. Of one group, images whose channels lie last have windows
+    where that is faster; so have others, turned round, where windows are long.
 
     Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
     """
@@ -108,6 +110,9 @@ class CpuPlaneConv2d(CpuConv2d):
         if self.channelwise and x.stride(1) == 1 and x.is_contiguous(memory_format=torch.channels_last):
             pixels: Tensor = ops.conv2d_channels(x.permute(0, 2, 3, 1).contiguous(), *weight, bias, *self._constants)
             return pixels.permute(0, 3, 1, 2)
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        if self.windows_last and (last or not self.planes_first):
+            return super().convolved(x, weight, bias)
         quick = _is_quick(x, last=True)
         planes = _channels_first(x.permute(0, 2, 3, 1)) if quick else x.contiguous()
         y = ops.conv2d_planes(planes, *weight, bias, *self._constants)

@@ -15,6 +15,9 @@ _FEWEST_INPUTS = 4
 (benchmarks/cpu_rank.py)."""
 _MANY_OUTPUTS, _FEWEST_LANES, _MOST_TAPS = 4, 16, 512
 """What depthwise kernels take; see ``native/conv.h`` and ``native/problem.h``."""
+_LEAST_PRODUCT = 16
+"""Input times output channels, up to which planes take less time than windows in either format of images; measured
+with 3 x 3 windows (benchmarks/results/2026-11-28-cpu-short-rows.md)."""
 _LARGEST_K = 1 << 30
 """The library indexes packed columns with 32-bit integers."""
 
@@ -71,10 +74,23 @@ def takes_planes(request: Conv2dRequest) -> bool:
 
 
 def takes_planes_first(request: Conv2dRequest) -> bool:
-    """Whether images in torch's default format stay so: turning them round takes longer than what is gained."""
+    """Whether images in torch's default format stay so: turning them round takes longer than what is gained.
+
+    The numbers for windows: benchmarks/results/2026-11-28-cpu-short-rows.md.
+    """
     inputs, outputs = request.in_channels, request.n
-    few = inputs <= 144 and inputs * outputs <= (8192 if _taps(request) == 1 else 2048)
+    if _has_windows(request, inputs):
+        # More values of 4 bytes than of 2 take longer to turn round, and no longer to multiply.
+        few = request.k <= 144 and inputs * outputs <= (3456 if request.x_dtype.itemsize == 4 else 512)
+    else:
+        few = inputs <= 144 and inputs * outputs <= (8192 if _taps(request) == 1 else 2048)
     return request.groups == 1 and request.activation is not None and few
+
+
+def takes_windows_last(request: Conv2dRequest) -> bool:
+    """Whether images in the format channels_last have windows where others have planes, for which they are turned round."""
+    inputs, outputs = _channels(request)
+    return request.groups == 1 and _has_windows(request, inputs) and inputs * outputs > _LEAST_PRODUCT
 
 
 def takes_channels(request: Conv2dRequest) -> bool:
@@ -98,6 +114,8 @@ def _taps(request: Conv2dRequest) -> int:
 
 def _has_windows(request: Conv2dRequest, inputs: int) -> bool:
     """Whether windows are multiplied as codes that lie side by side; as ``has_windows`` of ``native/conv.cpp``."""
+    if request.activation is None:
+        return False
     even = inputs % (8 if request.weight.element.container_bits == 4 else 4) == 0
     return even and request.weight.group(request.k) >= request.k and Mode.of(request.activation) is not Mode.AFFINE
 
