@@ -76,6 +76,7 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
     return static_cast<const char*>(in.x) + ((b * image.height + h) * image.width * image.channels + group * own) * size;
   };
   each(pool, lines, std::max<int64_t>(1, (1 << 14) / (width * own)), [&](int64_t line) {
+    if (image.kh == 1 && line % height % image.sh) return;  // of no window
     const int64_t b = line / height, h = line % height - image.ph;
     const auto fill = [&](int64_t from, int64_t count) {  // padding
       std::memset(q + (line * width + from) * own, in.zero, static_cast<size_t>(count * own));

@@ -80,15 +80,16 @@ def takes_planes_first(request: Conv2dRequest) -> bool:
     """
     inputs, outputs = request.in_channels, request.n
     if _has_windows(request, inputs):
-        # More values of 4 bytes than of 2 take longer to turn round, and no longer to multiply.
-        few = request.k <= 144 and inputs * outputs <= (3456 if request.x_dtype.itemsize == 4 else 512)
+        # Values of 4 bytes take longer to turn round than those of 2, and no longer to multiply.
+        product, most = inputs * outputs, 3456 if request.x_dtype.itemsize == 4 else 512
+        few = request.k <= (256 if product <= 256 else 144) and product <= most
     else:
         few = inputs <= 144 and inputs * outputs <= (8192 if _taps(request) == 1 else 2048)
     return request.groups == 1 and request.activation is not None and few
 
 
 def takes_windows_last(request: Conv2dRequest) -> bool:
-    """Whether images in the format channels_last have windows where others have planes, for which they are turned round."""
+    """Whether images in the format channels_last have windows where others have planes: they would be turned round."""
     inputs, outputs = _channels(request)
     return request.groups == 1 and _has_windows(request, inputs) and inputs * outputs > _LEAST_PRODUCT
 
