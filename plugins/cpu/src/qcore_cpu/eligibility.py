@@ -80,8 +80,11 @@ def takes_planes_first(request: Conv2dRequest) -> bool:
     """
     inputs, outputs = request.in_channels, request.n
     if _has_windows(request, inputs):
-        # Values of 4 bytes take longer to turn round than those of 2, and no longer to multiply.
-        product, most = inputs * outputs, 3456 if request.x_dtype.itemsize == 4 else 512
+        # Values of 4 bytes take longer to turn round than those of 2, and no longer to multiply; with a stride, many
+        # may be of no window.
+        product, most = inputs * outputs, 512
+        if request.x_dtype.itemsize == 4:
+            most = 8192 if max(request.stride) > 1 else 3456
         few = request.k <= (256 if product <= 256 else 144) and product <= most
     else:
         few = inputs <= 144 and inputs * outputs <= (8192 if _taps(request) == 1 else 2048)
