@@ -220,7 +220,7 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
     [
         ("w4-g32", "gemm_hopper", [{"n": 4100}, {"x_dtype": torch.float32}, {"group": 96}]),
         ("w4-g64", "gemm_hopper", [{"element": "e2m1", "scale": torch.uint8, "x_dtype": torch.float16}]),
-        ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 32}, {"x_dtype": torch.float16}]),
+        ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 96}, {"x_dtype": torch.float16}]),
         ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w8", "int8_hopper", [{"rows": 64}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),

@@ -11,6 +11,8 @@ from cuda_problems import assert_right, float_product
 from cuda_problems import linear_problem as problem
 from grids import sampled
 
+import qcore
+
 SCHEMES = (
     "w4a16", "w4a16-asym", "w4a16-g32-fzp", "w4a16-g64-asym", "w4a16-g128", "w4a16-g96-asym",
     "w8a16", "w8a16-asym", "w8a16-fzp", "w8a16-g32-asym", "w8a16-g64-fzp", "w8a16-g256",
@@ -195,3 +197,70 @@ def test_three_parts_make_up_float32(layout, arranged):
     assert not low[odd].any()
     assert not middle[odd].any()
     assert not parts[..., k:].any()
+
+
+HALF = ("w4a16-g128", "w4a16-g32-asym", "w8a16-g64", "w8a16-g128-asym")
+
+
+@pytest.mark.parametrize("scheme", HALF)
+@pytest.mark.parametrize(("size", "dtype"), [(1e-3, torch.float16), (1e-7, torch.bfloat16), (3e4, torch.float32)])
+def test_scales_brought_into_float16_come_back_by_the_bit(scheme, size, dtype):
+    from qcore_triton import packing
+
+    dense = torch.randn(24, 256) * size
+    dense[3] *= 2.0**-6
+    weight = qcore.quantize(dense, scheme.replace("w", "int").replace("a16", ""), scale_dtype=dtype)
+    assert packing.has_half(weight.format)
+    packed = packing.pack(weight, half=True)
+    assert packed["factor"].shape == (1,)
+    assert 2**6 <= packed["scale"].abs().max() < 2**7
+    again = packing.unpack(packed, weight.format, 24, 256)
+    assert torch.equal(again.scale, weight.scale)
+    assert torch.equal(again.data, weight.data)
+
+
+@pytest.mark.parametrize("far", [2.0**-24, float("inf"), float("nan")])
+def test_scales_that_float16_cannot_hold_stay_as_they_are(far):
+    from qcore_triton import packing
+
+    weight = qcore.quantize(torch.randn(16, 256), "int4-g128")
+    weight.scale[1, 3] = weight.scale.max() * far
+    packed = packing.pack(weight, half=True)
+    assert packed["factor"].shape == (0,)
+    assert torch.equal(packed["scale"].nan_to_num(), weight.scale.nan_to_num())
+    assert packing.weight_of(packed, weight.format, 16, 256).factor is None
+
+
+@pytest.mark.parametrize("m", [1, 3, 17, 40])
+@pytest.mark.parametrize("scheme", HALF)
+def test_factors_of_integers_are_multiplied_by(interpreter, scheme, m):
+    from qcore_cuda.linear import kernel
+
+    case = problem(scheme, m, 48, 256, torch.float16, "same")
+    case = replace(case, weight=replace_scale(case.weight))
+    mine = kernel(case.request)
+    packed = mine.pack(case.weight)
+    assert packed["factor"].shape == (1,)
+    assert_right(case, mine.run(case.x, packed, case.bias))
+
+
+def replace_scale(weight):
+    """The weight with scales of a few powers of two."""
+    scale = torch.ldexp(torch.ones_like(weight.scale), torch.randint(-9, -3, weight.scale.shape))
+    return replace(weight, scale=scale)
+
+
+def test_float16_takes_the_kernel_for_many_rows_if_its_scales_allow_it(monkeypatch):
+    from qcore_cuda.problem import Form, float_problem
+    from qcore_cuda.products.gemm_hopper import GEMM_HOPPER
+    from qcore_cuda.products.slices import SLICES
+    from qcore_cuda.runtime import hopper
+    from qcore_cuda.runtime.device import Device
+
+    monkeypatch.setattr(hopper, "usable", lambda: True)
+    device, half = Device(90, False, 132), torch.float16
+    for factor in (False, True):
+        form = Form((4096, 4096), 32, None, 4096, 4096, 8, 128, factor=factor)
+        assert GEMM_HOPPER.serves(device, float_problem(form, 512, half, half)) == factor
+        assert SLICES.serves(device, float_problem(form, 16, half, half)) != factor
+        assert not GEMM_HOPPER.serves(device, float_problem(form, 512, half, torch.float32))

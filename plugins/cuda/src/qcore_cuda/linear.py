@@ -11,7 +11,7 @@ from torch import Tensor
 from qcore import DynamicFP8, LinearRequest, StaticFP8, ZeroPoint
 from qcore.plugin_api import Packed, RowsKernel, given_numbers, runs_now
 from qcore_triton.codes import numbers_of
-from qcore_triton.packing import PackedKernel, has_units, weight_of
+from qcore_triton.packing import PackedKernel, has_half, has_units, weight_of
 
 from . import ops
 from .eligibility import takes_any_group
@@ -25,15 +25,16 @@ class _Linear(PackedKernel, RowsKernel):
     """
 
     def __init__(
-        self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False, units: bool = False
-    ) -> None:
+        self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False, units: bool = False,
+        half: bool = False,
+    ) -> None:  # fmt: skip
         element = request.weight.element
         name = f"cuda.w{element.bits if element.is_integer else element.name}{kind}"
-        super().__init__(name, request.weight, request.n, request.k, sums=sums, units=units)
+        super().__init__(name, request.weight, request.n, request.k, sums=sums, units=units, half=half)
         self.out_dtype = request.out_dtype
         self._constants = (*self.sizes, *numbers, request.out_dtype)
         zero = () if self.format.zero is ZeroPoint.NONE else ("zero",)
-        factor = ("factor",) if self.format.scale.has_global else ()
+        factor = ("factor",) if self.format.scale.has_global or half else ()
         more = (*zero, *factor, *(("sums",) if sums else ()), *(("units",) if units else ()))
         self._parts = itemgetter("data", "scale", *more)
         self._replays = replays(self.name, self.format, *self._constants)
@@ -46,7 +47,7 @@ class _Linear(PackedKernel, RowsKernel):
         # Everything that a recorded call assumes, the devices of all tensors and the shape of a bias included.
         key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[0].get_device(), parts[1].dtype)
         tensors: tuple[Tensor, ...] = (x, *parts)
-        if self.units:
+        if self.units or self.half:  # the last part may be empty
             key = (*key, parts[-1].shape)
         if bias is not None:
             form = (bias.dtype, bias.shape, bias.stride(), bias.get_device(), bias.is_neg())
@@ -61,7 +62,8 @@ class FloatLinear(_Linear):
     """Float activations: ``y = x @ W^T + bias``, accumulated in float32, rounded once to ``out_dtype``."""
 
     def __init__(self, request: LinearRequest) -> None:
-        super().__init__(request, "a16", ())
+        half = torch.float16 == request.x_dtype == request.out_dtype and has_half(request.weight)
+        super().__init__(request, "a16", (), half=half)
         self._arguments: tuple[Any, ...] = (*self.sizes, self.element, request.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qcore.plugin_api import GIVEN_NAMES, define_op
 from qcore_triton.codes import given_of
-from qcore_triton.weights import Weight, bias_of, check_devices, units_in
+from qcore_triton.weights import Weight, bias_of, check_devices, nonempty
 
 from .runtime.replay import replay_call
 
@@ -87,7 +87,7 @@ def linear_a16(
     if needs_guard(x):
         with device_guard(x):
             return linear_a16(x, data, scale, zero, bias, factor, n, k, bits, group, element, out_dtype)
-    weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
+    weight = Weight(data, scale, zero, n, k, bits, group, element, nonempty(factor))
     return _weight_only()(x, weight, bias_of(bias, n), out_dtype)
 
 
@@ -134,7 +134,7 @@ def linear_a8(
             )  # fmt: skip
     of_x = given_of(x_scale, x_zero_point, static_scale, static_zero_point)
     of_y = given_of(out_scale, out_zero_point, output_scale, output_zero_point)
-    weight = Weight(data, scale, zero, n, k, bits, group, units=units_in(units))
+    weight = Weight(data, scale, zero, n, k, bits, group, units=nonempty(units))
     return _int8()(x, weight, sums, bias_of(bias, n), out_dtype, symmetric, of_x, of_y)
 
 

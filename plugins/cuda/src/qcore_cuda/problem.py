@@ -68,7 +68,7 @@ class GemmProblem:
     packed weight; ``one_group``: one scale for all of K; ``group``: columns that share a scale; ``zero``: the weight's
     kind of zero point (`NO_ZERO`, `INT_ZERO` or `FLOAT_ZERO`); ``x_dtype``: of float activations; ``out_dtype``: of the
     result; ``split_rows``: of float32 activations, `bucket` of 3 M, the rows of their `TERMS`, else 0; ``element`` and
-    ``scale``: see `Weight`.
+    ``scale``: see `Weight`; ``half``: products of codes and scales are normal float16 numbers, as x and the result are.
 
     Of int8 activations (``codes``): ``step``: columns per step along K; ``grouped``: sums of some steps are scaled;
     ``per``: steps whose sums are added in int32; ``x_zero``: activations have a zero point; ``out_by_token``: int8
@@ -103,6 +103,7 @@ class GemmProblem:
     units: bool = False
     element: str = INTEGER
     scale: torch.dtype = torch.float32
+    half: bool = False
 
     activations: str = field(init=False, compare=False)
     narrow: bool = field(init=False, compare=False)
@@ -130,9 +131,10 @@ class GemmProblem:
 def float_problem(form: Form, m: int, x_dtype: torch.dtype, out_dtype: torch.dtype) -> GemmProblem:
     """A product of M rows of floats."""
     weight, split_rows = form.weight(), bucket(TERMS * m) if x_dtype == torch.float32 else 0
+    half = form.element == INTEGER and form.factor and torch.float16 == x_dtype == out_dtype
     return GemmProblem(
         form.bits, form.n, form.k, bucket(m), weight.block, form.groups == 1, form.group, weight.zero_kind, x_dtype,
-        out_dtype, split_rows, element=form.element, scale=form.scale,
+        out_dtype, split_rows, element=form.element, scale=form.scale, half=half,
     )  # fmt: skip
 
 

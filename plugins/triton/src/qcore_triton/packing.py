@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight, has_values
 
-from .weights import INTEGER, Weight, units_in
+from .weights import INTEGER, Weight, nonempty
 
 ROWS = 16
 """Rows are packed this many at a time."""
@@ -99,19 +99,19 @@ def _scaled_exactly(format: Format) -> bool:
     return format.dtype == "fp4" and format.scale.has_global
 
 
-def packing_name(format: Format, *, sums: bool = False, units: bool = False) -> str:
+def packing_name(format: Format, *, sums: bool = False, units: bool = False, half: bool = False) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
     name = "triton.planar16" if format.element.container_bits == _NIBBLE else "triton.rows16"
-    return (
-        name + ("" if format.element.is_integer else "+table") + ("+sums" if sums else "") + ("+units" if units else "")
-    )
+    parts = {"table": not format.element.is_integer, "sums": sums, "units": units, "half": half}
+    return "+".join([name, *(part for part, there in parts.items() if there)])
 
 
-def pack(weight: QTensor, *, sums: bool = False, units: bool = False) -> dict[str, Tensor]:
+def pack(weight: QTensor, *, sums: bool = False, units: bool = False, half: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if the weight has one, ``zero``; of a global scale ``factor`` and itself.
 
     ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
-    integer), which corrects for a zero point of activations; ``units``: also `units_of` the scales.
+    integer), which corrects for a zero point of activations; ``units``: also `units_of` the scales; ``half``: scales
+    brought into float16 by a power of two, and ``factor``, which takes it back; empty if that is impossible.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     kind, whole = weight.format.scale, weight.global_scale
@@ -128,6 +128,10 @@ def pack(weight: QTensor, *, sums: bool = False, units: bool = False) -> dict[st
         packed["sums"] = group_sums(weight)
     if units:
         packed["units"] = units_of(packed["scale"])
+    if half:
+        factor = packed["factor"] = half_factor(scale)
+        if factor.shape[0]:
+            packed["scale"] = (scale.float() / factor).to(scale.dtype)
     return packed
 
 
@@ -145,14 +149,17 @@ def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
         zero = format.codec.encode_zero(zero)
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
     scale = packed["scale"][: format.groups(k)]
-    scale = scale.view(torch.float8_e4m3fn) if format.scale.has_global else scale
+    if format.scale.has_global:
+        scale = scale.view(torch.float8_e4m3fn)
+    elif (factor := nonempty(packed.get("factor"))) is not None:
+        scale = (scale.float() * factor).to(scale.dtype)
     return QTensor(data, scale, zero, (n, k), format, global_scale=packed.get("global_scale"))
 
 
 def weight_of(packed: Packed, format: Format, n: int, k: int) -> Weight:
     """The packed weight as kernels take it."""
     parts = packed["data"], packed["scale"], packed.get("zero")
-    named = element_text(format), packed.get("factor"), units_in(packed.get("units"))
+    named = element_text(format), nonempty(packed.get("factor")), nonempty(packed.get("units"))
     return Weight(*parts, *sizes_of(format, n, k), *named)
 
 
@@ -203,6 +210,27 @@ def units_of(scale: Tensor) -> Tensor:
     small = (wide != 0) & (wide * units < _SMALLEST_SCALE)
     exact = torch.isfinite(wide).all() & ~small.any()
     return units if bool(exact) else none
+
+
+def has_half(format: Format) -> bool:
+    """Whether scales of a format may be packed with `half_factor`: of integers in groups."""
+    grouped = format.group_size is not None and bool(block_size(format.group_size))
+    return grouped and format.element.is_integer and format.zero is not ZeroPoint.FLOAT and not format.scale.has_global
+
+
+def half_factor(scale: Tensor) -> Tensor:
+    """A power of two ``(1,)``, float32, by whose inverse products of codes and scales are normal float16 numbers.
+
+    The largest scale becomes one of [2**6, 2**7). Empty if the smallest is then too small, or some is not finite.
+    """
+    if not has_values(scale):
+        return scale.new_empty(1, dtype=torch.float32)
+    wide = scale.float().abs()
+    exponent = torch.frexp(wide.max()).exponent.clamp(min=-100, max=100)
+    factor = torch.ldexp(torch.ones((), device=scale.device), exponent - 7)
+    small = (wide != 0) & (wide / factor < _SMALLEST)
+    usable = torch.isfinite(wide).all() & ~small.any() & (wide / factor * 255 <= _LARGEST).all()
+    return factor.reshape(1) if bool(usable) else factor.new_empty(0)
 
 
 def _rows_per_chunk(k: int) -> int:
@@ -265,23 +293,26 @@ def _row_codes(data: Tensor, k: int) -> Tensor:
 class PackedKernel(Kernel):
     """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``.
 
-    ``sums``, ``units``: whether it needs them, see `pack`.
+    ``sums``, ``units``, ``half``: whether it needs them, see `pack`.
     """
 
-    def __init__(self, name: str, format: Format, n: int, k: int, *, sums: bool = False, units: bool = False) -> None:
-        self.name, self.format, self.n, self.k, self.sums, self.units = name, format, n, k, sums, units
+    def __init__(
+        self, name: str, format: Format, n: int, k: int, *, sums: bool = False, units: bool = False, half: bool = False
+    ) -> None:
+        self.name, self.format, self.n, self.k = name, format, n, k
+        self.sums, self.units, self.half = sums, units, half
         self.sizes = sizes_of(format, n, k)
         _, _, self.bits, self.group = self.sizes
         self.element = element_text(format)
 
     @property
     def packing(self) -> str:
-        return packing_name(self.format, sums=self.sums, units=self.units)
+        return packing_name(self.format, sums=self.sums, units=self.units, half=self.half)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
-        return pack(weight, sums=self.sums, units=self.units)
+        return pack(weight, sums=self.sums, units=self.units, half=self.half)
 
     def unpack(self, packed: Packed) -> QTensor:
         return unpack(packed, self.format, self.n, self.k)

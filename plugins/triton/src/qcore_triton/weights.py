@@ -31,8 +31,8 @@ def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) 
             raise FormatError(f"{name} is on {tensor.device}, the weight on {data.device}; move both to one device.")
 
 
-def units_in(packed: Tensor | None) -> Tensor | None:
-    """The units of a packed weight, see `packing.units_of`; None if it has none."""
+def nonempty(packed: Tensor | None) -> Tensor | None:
+    """A part of a packed weight that is empty if there is none, as `packing.units_of`: then None."""
     return packed if packed is not None and packed.shape[0] else None
 
 

@@ -83,7 +83,7 @@ class GemmHopper(FloatProduct[Tokens]):
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
         if not problem.narrow or not hopper.fits(device, problem.n, 128):
             return False
-        return parameter_rows(problem) > 0 and (problem.whole or not problem.exact)
+        return parameter_rows(problem) > 0 and (problem.whole or problem.half or not problem.exact)
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
         """The tile for which programs have the least to do."""

@@ -36,7 +36,7 @@ class Slices(FloatProduct[Slice]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return problem.bits == 8 and problem.narrow and problem.element == INTEGER
+        return problem.bits == 8 and problem.narrow and problem.element == INTEGER and not problem.half
 
     def rule(self, device: Device, problem: GemmProblem) -> Slice | None:
         if problem.rows > 16:
