@@ -124,3 +124,26 @@ def test_tables_are_right_with_float_activations(scheme, shape):
     verdict = CONV2D.judge(case, made(case.x, packed, case.bias))
     assert verdict.ok, verdict.message
     assert torch.equal(made.unpack(packed).data, case.weight.data)
+
+
+ORDERS = {
+    "contiguous": lambda x: x,
+    "cropped": lambda x: x[:, :, 1:-1, 2:],
+    "transposed": lambda x: x.transpose(2, 3),
+    "every-second-channel": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [(2, 3, 7, 9), (2, 70, 5, 130), (1, 33, 1, 4)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+def test_images_get_their_channels_last(order, size, dtype):
+    from qcore_cuda.runtime.launch import launch
+    from qcore_triton.host import channels_last
+
+    x = ORDERS[order](torch.randint(-100, 100, size).to(dtype))
+    y = channels_last(launch, x, PDL=False)
+    assert torch.equal(y, x)
+    assert y.stride(1) == 1 or not x.numel()
+    assert channels_last(launch, y, PDL=False) is y

@@ -169,7 +169,7 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),
         ("fp8_hopper", INT4), ("fp8_hopper", {**INT4, "x": 128, "group": 128, "groups": 32}),
         ("fp8_hopper", {**INT4, "group": 128, "groups": 32}), ("scaled", {**INT4, "arch": 89}),
-        ("sums", {**INT4, "m": 128}), ("sums", {**INT4, "k": 4160}), ("sums", {"element": "int"}),
+        ("sums", {**INT4, "m": 256}), ("numbers", {**INT4, "x": 128, "group": 128, "groups": 32, "m": 128}), ("sums", {**INT4, "k": 4160}), ("sums", {"element": "int"}),
         ("sums", {**INT4, "zero": torch.int8}), ("sums", {"hip": True, "arch": 0}),
         ("numbers", {"x": 128}), ("numbers", {"x": 64, "group": 64, "groups": 64}),
         ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),

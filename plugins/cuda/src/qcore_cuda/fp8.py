@@ -33,8 +33,8 @@ TWO_LEVEL, SCALED, SUMS, NUMBERS = "fp8_hopper", "scaled", "sums", "numbers"
 """The ways: the kernel for Hopper; torch's product; scaled float32 sums; float32 activations."""
 NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
-_EXPANDED = 128
-"""More rows than so many repay to write the codes of an int4 weight as e4m3, in which they are exact."""
+_EXPANDED = {True: 128, False: 256}
+"""More rows repay to write the codes of an int4 weight as e4m3, in which they are exact; True: x has several scales."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -104,7 +104,7 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     fits = form.zero is None and form.scale.is_floating_point and form.n % 16 == 0 and (by_row or by_block)
     if form.element == INTEGER:
-        fits = fits and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED
+        fits = fits and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[bool(group)]
     elif form.element != "e4m3":
         fits = False
     if not fits or m <= ROWS or out_dtype.itemsize != NARROW:

@@ -87,7 +87,9 @@ def _key(device: Device, problem: GemmProblem) -> str:
     """The properties that the time of a product depends on most; problems of one key share a measurement."""
     p, sizes = problem, (problem.bits, problem.n, problem.k, problem.rows)
     form: tuple[Any, ...] = (
-        (p.grouped, p.step, p.x_zero, p.units) if p.codes else (p.split_rows, p.block, p.narrow, p.exact, p.whole, p.half)
+        (p.grouped, p.step, p.x_zero, p.units)
+        if p.codes
+        else (p.split_rows, p.block, p.narrow, p.exact, p.whole, p.half)
     )
     if p.element != INTEGER:
         form = (*form, p.element, str(p.scale))

@@ -189,7 +189,7 @@ def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **
 
 
 def dense(launch: Launch, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, **options: Any) -> Tensor:
-    """The dequantized weight ``(N, K)``: computed in float32, rounded once. Not ``scaled``: what its codes stand for."""
+    """The dequantized weight ``(N, K)``: computed in float32, rounded once. Not ``scaled``: what codes stand for."""
     out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
     block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block

@@ -16,7 +16,8 @@ from .elements import byte_value, factor_of, nibble_value, scale_value
 
 @triton.jit(do_not_specialize=["N", "K", "KB", "GROUP"])
 def dequantize(w, scale, zero, factor, out, N, K, KB, GROUP, BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr,
-               SCALED: tl.constexpr, BN: tl.constexpr, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+               SCALED: tl.constexpr, BN: tl.constexpr, ELEMENT: tl.constexpr, FACTOR: tl.constexpr,
+               HALVES: tl.constexpr):  # fmt: skip
     """``out[n, k] = (q - z) * s`` or ``q * s + z``: rows BN of one block of P columns; BN divides 16.
 
     HALVES: a block has two groups, and no zero points. FACTOR: see `Weight.factor`. Without SCALED the numbers that
