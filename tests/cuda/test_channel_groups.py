@@ -28,6 +28,7 @@ WIDE = (
     _Shape("long-columns", (1, 48, 9, 6), 80, (5, 3), padding=(1, 1), groups=4, channels_last=True, bias=True),
     _Shape("many-outputs", (1, 8, 5, 4), 140, (3, 3), padding=(1, 1), groups=2, bias=True),
     _Shape("many-outputs-last", (2, 6, 4, 4), 216, (1, 2), groups=3, channels_last=True),
+    _Shape("wide-windows", (2, 8, 3, 30), 8, (1, 19), padding=(0, 9), groups=8, channels_last=True),
     _Shape("one-by-one", (2, 12, 5, 5), 18, (1, 1), groups=6, bias=True),
 )
 SHAPES = (*(shape for shape in _SHAPES if shape.groups > 1), *WIDE)

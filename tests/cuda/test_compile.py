@@ -47,6 +47,7 @@ OTHER += [Call("conv2d", {"scheme": s, "channels": 96}) for s in ("w8a8", "w8a8-
 OTHER += [Call("conv2d", {"scheme": "w8a8", "channels": 64, "window": 1})]
 DEPTHWISE = {"channels": 96, "groups": 96}
 OTHER += [Call("conv2d", {"scheme": s, **DEPTHWISE, "last": last}) for s in ("w8a8", "w8a8-aasym") for last in (1, 0)]
+OTHER += [Call("conv2d", {"scheme": "w8a8-aasym", **DEPTHWISE, "window": 9})]
 OTHER += [Call("conv2d", {"scheme": s, "channels": 96, "groups": 12}) for s in ("w4a8-g32-fzp-aasym", "w8a8-static-o8")]
 OTHER += [Call("conv2d", {"scheme": "w8a8", "channels": 256, "groups": 8, "last": last}) for last in (1, 0)]
 NARROW = (DEPTHWISE, {"channels": 96, "groups": 12})

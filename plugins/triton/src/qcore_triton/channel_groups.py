@@ -25,8 +25,6 @@ from .weights import bias_of, check_devices, zero_kind
 
 _LARGEST_K = 4096
 """The longest columns: a program reads them twice for its output channels."""
-_SHORT_K = 288
-"""The longest columns if the other convolutions take them too, group by group: 32 channels and a 3 x 3 kernel."""
 _TILES = (2048, 1024, 512)
 """Results of a program without matrix units: each of its 128 threads has 16, or fewer if there are few programs."""
 _BUSY = 512
@@ -37,6 +35,8 @@ _ROWS = (64, 32)
 """Positions that a program with matrix units takes, or fewer if there are few programs."""
 _CHANNELS = 32, 128
 """Channels that it takes at a time: as many as a product has at least, or as a group has, but not more than so many."""
+_LINE = 8
+"""The widest windows whose lines are read in one go."""
 _NEAR = 2**31 - _TILES[0]
 """Positions that int32 numbers, with those that the last tile has beyond them."""
 
@@ -181,7 +181,7 @@ def convolve(
     bc = min(_WIDE if n % _WIDE == 0 else _WIDE // 2, power_of_two(n))
     parts = -(-n // bc)
     bp, tiles = _tile([tile // bc for tile in _TILES], positions, parts)
-    meta |= {"BP": bp, "BC": bc, **end.meta, **options}
+    meta |= {"BP": bp, "BC": bc, "LINES": geometry.kernel[1] <= _LINE, **end.meta, **options}
     launch(channel_groups.convolve, (tiles, parts), x, *weight, end.args[0], y, *numbers, **meta)
     return y
 

@@ -57,13 +57,14 @@ def _added(sums, v, weight, seen, how, MODE: tl.constexpr, CODES: tl.constexpr, 
 
 
 @triton.jit
-def _seen(v, most, largest, PAIRS: tl.constexpr):
-    """The largest magnitude, which is above infinity if there was a NaN, in ``largest`` if PAIRS, else in ``most``."""
-    if PAIRS:
+def _extended(v, below, most, largest, MODE: tl.constexpr, PAIRS: tl.constexpr):
+    """Extents of columns with an element more: in ``largest`` if PAIRS and one number is enough, else in the others."""
+    if PAIRS and MODE != ASYMMETRIC:
         largest = larger_pair(v, largest)
     else:
-        most = tl.maximum(most, magnitude(v.to(tl.float32)))
-    return most, largest
+        low, high = extent(v.to(tl.float32), MODE)
+        below, most = tl.maximum(below, low), tl.maximum(most, high)
+    return below, most, largest
 
 
 @triton.jit
@@ -123,6 +124,7 @@ def convolve(
     FAR: tl.constexpr,
     ASM: tl.constexpr,
     WHOLE: tl.constexpr,
+    LINES: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -134,7 +136,8 @@ def convolve(
     w: int8 codes ``(K, N)``; scale ``(G, N)``, one for ``group`` rows of w; w_zero ``(G, N)``: ZERO as
     `weights.Weight.zero_kind`. LAST: y is contiguous with channels last, else with positions last. ``size``: OH * OW;
     ``positions``: B * size; FAR: int32 does not number them, or what a window spans. CODES: x holds codes, in MODE
-    TENSOR. WHOLE: the weight has one group of scales.
+    TENSOR. WHOLE: the weight has one group of scales. LINES: windows are read a line at a time, each tap by code of its
+    own.
 
     Grid: one program per BP positions and BC channels.
     """
@@ -154,16 +157,19 @@ def convolve(
     begin(PDL)
     # 2. Over the columns: their extents, and with them scales and zero points. The image stays in the L1 cache.
     if MODE == SYMMETRIC or MODE == ASYMMETRIC:
-        for row in range(K // (KW * CHANNELS)):
-            for column in tl.static_range(KW):
-                shift, seen = window_tap(row, column, h, w0, window, FAR)
-                for i in range(CHANNELS):
-                    v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
-                    if PAIRS and MODE == SYMMETRIC:
-                        largest = larger_pair(v, largest)
-                    else:
-                        low, high = extent(v.to(tl.float32), MODE)
-                        below, most = tl.maximum(below, low), tl.maximum(most, high)
+        if LINES:
+            for row in range(K // (KW * CHANNELS)):
+                for column in tl.static_range(KW):
+                    shift, seen = window_tap(row, column, h, w0, window, FAR)
+                    for i in range(CHANNELS):
+                        v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
+                        below, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
+        else:
+            for step in range(K):
+                tap = step // CHANNELS
+                shift, seen = window_tap(tap // KW, tap % KW, h, w0, window, FAR)
+                v = tl.load(x + (shift + step % CHANNELS), mask=in_p & seen & in_n, other=0)
+                below, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
     if PAIRS and MODE == SYMMETRIC:
         most = magnitude(largest.to(tl.float32))
     s, z = parameters(below, most, 0, given_scale, given_zero, MODE)
@@ -176,7 +182,7 @@ def convolve(
         at = g * N + n
         zero = tl.load(w_zero + at, mask=in_n, other=0).to(tl.int32) if ZERO == 1 else tl.zeros_like(n)
         sums = none, tl.zeros_like(n), none
-        if WHOLE:
+        if WHOLE and LINES:
             for row in range(K // (KW * CHANNELS)):
                 for column in tl.static_range(KW):
                     shift, seen = window_tap(row, column, h, w0, window, FAR)
@@ -186,7 +192,7 @@ def convolve(
                         weight = tl.load(codes, mask=in_n, other=0).to(tl.int32) - zero
                         sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
                         if MODE == TENSOR:
-                            most, largest = _seen(v, most, largest, PAIRS)
+                            _, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
         else:
             for step in range(g * group, tl.minimum((g + 1) * group, K)):
                 tap = step // CHANNELS
@@ -195,7 +201,7 @@ def convolve(
                 weight = tl.load(w + step * N + n, mask=in_n, other=0).to(tl.int32) - zero
                 sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
                 if MODE == TENSOR:
-                    most, largest = _seen(v, most, largest, PAIRS)
+                    _, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
         products, weights, codes = sums
         if not CODES:
             # Codes have been multiplied with all bits of the numbers in which they were left, modulo 2**32. The upper
