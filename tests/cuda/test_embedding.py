@@ -44,6 +44,17 @@ def test_scales_of_any_dtype(interpreter, dtype, scale_dtype):
         assert verdict.ok, verdict.message
 
 
+@pytest.mark.parametrize("far", [1.0, 2.0**-30])
+def test_float16_reads_scales_with_a_factor_and_without(interpreter, far):
+    weight = qcore.quantize(torch.randn(20, 160), "int8-g32-asym")
+    weight.scale[1, 3] *= far
+    request = qcore.EmbeddingRequest(torch.device("cpu"), torch.float16, 20, 160, weight.format)
+    problem = Problem(request, torch.arange(20), weight)
+    assert CudaEmbedding(request).pack(weight)["factor"].numel() == (far == 1)
+    verdict = EMBEDDING.judge(problem, run(problem))
+    assert verdict.ok, verdict.message
+
+
 def test_wide_rows_take_several_programs(interpreter):
     weight = qcore.quantize(torch.randn(3, 9000), qcore.Format("int4", 128))
     request = qcore.EmbeddingRequest(torch.device("cpu"), torch.float32, 3, 9000, weight.format)
@@ -73,13 +84,12 @@ def test_strided_indices(interpreter):
     torch.testing.assert_close(found, weight.dequantize(torch.float32)[indices])
 
 
-def test_reads_the_table_that_a_linear_layer_packed():
+@pytest.mark.parametrize(("dtype", "packing"), [(torch.bfloat16, ""), (torch.float16, "+half")])
+def test_reads_the_table_that_a_linear_layer_packed(dtype, packing):
     fmt, cpu = qcore.grouped_int4(64), torch.device("cpu")
-    table = CudaEmbedding(qcore.EmbeddingRequest(cpu, torch.bfloat16, 50, 192, fmt))
-    head = FloatLinear(
-        qcore.LinearRequest(cpu, torch.bfloat16, torch.bfloat16, 50, 192, None, fmt, None, None, False, False)
-    )
-    assert table.packing == head.packing == "triton.planar16"
+    table = CudaEmbedding(qcore.EmbeddingRequest(cpu, dtype, 50, 192, fmt))
+    head = FloatLinear(qcore.LinearRequest(cpu, dtype, dtype, 50, 192, None, fmt, None, None, False, False))
+    assert table.packing == head.packing == "triton.planar16" + packing
     weight = qcore.quantize(torch.randn(50, 192), fmt)
     mine, other = table.pack(weight), head.pack(weight)
     assert mine.keys() == other.keys()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qcore import EmbeddingRequest
 from qcore.plugin_api import Packed, runs_now
-from qcore_triton.packing import PackedKernel
+from qcore_triton.packing import PackedKernel, has_half
 
 from . import ops
 
@@ -18,7 +19,8 @@ class CudaEmbedding(PackedKernel):
     """
 
     def __init__(self, request: EmbeddingRequest) -> None:
-        super().__init__("cuda.embedding", request.weight, request.n, request.k)
+        half = request.out_dtype == torch.float16 and has_half(request.weight)
+        super().__init__("cuda.embedding", request.weight, request.n, request.k, half=half)
         self.out_dtype = request.out_dtype
 
     def __call__(self, x: Tensor, packed: Packed, bias: Tensor | None = None, **_given: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def embedding(
     if needs_guard(indices):
         with device_guard(indices):
             return embedding(indices, data, scale, zero, factor, v, d, bits, group, element, out_dtype)
-    weight = Weight(data, scale, zero, v, d, bits, group, element, factor)
+    weight = Weight(data, scale, zero, v, d, bits, group, element, nonempty(factor))
     found = _gather()(indices.reshape(-1).contiguous(), weight, out_dtype)
     return found.view(*indices.shape, d)
 
