@@ -250,7 +250,7 @@ def replace_scale(weight):
     return replace(weight, scale=scale)
 
 
-def test_float16_takes_the_kernel_for_many_rows_if_its_scales_allow_it(monkeypatch):
+def test_float16_takes_hoppers_kernel_if_its_scales_allow_it(monkeypatch):
     from qcore_cuda.problem import Form, float_problem
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER
     from qcore_cuda.products.slices import SLICES
