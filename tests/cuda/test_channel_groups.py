@@ -87,6 +87,13 @@ def test_every_scheme_is_right_for_every_shape(scheme, shape, dtype):
     check(problem(scheme, shape, dtype))
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-g32-asym-aasym"])
+@pytest.mark.parametrize("shape", WIDE, ids=lambda shape: shape.name)
+def test_positions_may_be_beyond_int32(monkeypatch, scheme, shape):
+    monkeypatch.setattr(channel_groups, "_NEAR", 3)  # so kernels number them in int64
+    check(problem(scheme, shape, torch.bfloat16))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_codes_are_unchanged_and_padded_with_the_zero_point(shape):
     check(problem("w8a8-static-o8", shape, torch.int8))

@@ -100,6 +100,20 @@ def test_given_numbers_clamp_and_pass_on():
     assert torch.equal(codes.scale, torch.full((3,), 0.05))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, of what becomes infinite
+@pytest.mark.parametrize("scale", [1e-42, 3e-39, 7e-31, 6e35, 7e35, 2e37, 3e38])
+def test_given_numbers_may_have_any_size(scale):
+    step = torch.tensor(scale)
+    x = torch.arange(-150, 150).float()[None] * min(1.0, 3e38 / (scale * 150)) * step
+    x[0, 0], x[0, 299], x[0, 1], x[0, 2] = float("inf"), -float("inf"), 3e38, -3e38
+    for zero in (0, 5, -128):
+        for given in (scale, step.view(1)):
+            codes = quantize_given(x, given, zero if given is scale else torch.tensor([zero], dtype=torch.int32))
+            expected = (torch.round(x.double() / step.double()) + zero).clamp(-128, 127)
+            assert (codes.q[:, :300].double() - expected).abs().max() <= 1
+            assert torch.equal(codes.q[0, [0, 299, 1, 2]].double(), expected[0, [0, 299, 1, 2]])
+
+
 def test_given_parameters_per_token_and_codes_as_they_are():
     x, scale, zero = rows(3, 20), torch.tensor([0.1, 0.02, 0.5]), torch.tensor([1, -30, 7], dtype=torch.int32)
     codes = quantize_given(x, scale, zero)

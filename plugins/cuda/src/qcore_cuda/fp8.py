@@ -56,7 +56,7 @@ def product(
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
     if weight.bits == 4:
-        codes = host.dense(launch, weight, torch.float8_e4m3fn, scaled=False, num_warps=4)
+        codes = host.dense(launch, weight, torch.float8_e4m3fn, empty=empty, scaled=False, num_warps=4)
         weight = weight._replace(data=codes.view(torch.int8), bits=8)
     columns = weight.data.shape[1]
     if group:

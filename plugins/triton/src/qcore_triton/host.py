@@ -188,9 +188,13 @@ def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **
     return sums
 
 
-def dense(launch: Launch, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, **options: Any) -> Tensor:
+def dense(
+    launch: Launch, weight: Weight, dtype: torch.dtype, *, empty: Empty | None = None, scaled: bool = True,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     """The dequantized weight ``(N, K)``: computed in float32, rounded once. Not ``scaled``: what codes stand for."""
-    out = torch.empty((weight.n, weight.k), dtype=dtype, device=weight.data.device)
+    shape, device = (weight.n, weight.k), weight.data.device
+    out = empty(shape, dtype, device) if empty else torch.empty(shape, dtype=dtype, device=device)
     block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
     blocks = -(-weight.k // block)

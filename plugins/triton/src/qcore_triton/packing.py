@@ -221,9 +221,10 @@ def has_half(format: Format) -> bool:
 def half_factor(scale: Tensor) -> Tensor:
     """A power of two ``(1,)``, float32, by whose inverse products of codes and scales are normal float16 numbers.
 
-    The largest scale becomes one of [2**6, 2**7). Empty if the smallest is then too small, or some is not finite.
+    The largest scale becomes one of [2**6, 2**7), if its exponent is within 100. Empty if the smallest is then too
+    small, or some is not finite.
     """
-    if not has_values(scale):
+    if not has_values(scale) or not scale.numel():
         return scale.new_empty(1, dtype=torch.float32)
     wide = scale.float().abs()
     exponent = torch.frexp(wide.max()).exponent.clamp(min=-100, max=100)

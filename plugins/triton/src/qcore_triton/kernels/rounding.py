@@ -54,24 +54,23 @@ def raised_code(q, zero):
 
 @triton.jit
 def raised_quotient(v, scale, inverse, zero):
-    """`raised_code` of ``v / scale`` for any v, including infinities.
+    """`raised_code` of ``v / scale`` for any v, including infinities, and any positive scale.
 
-    v is limited, not its quotient: to a quarter of a step beyond the last codes, which rounds to them.
+    ``inverse``: ``div_rn(1, scale)``. v is limited, not its quotient: to a quarter of a step beyond the last codes, which rounds to them. Where that is no
+    float32 number, or the inverse is none, both are multiplied by a power of two first.
     """
-    low, high = (-128.25 - zero) * scale, tl.minimum((127.25 - zero) * scale, 3.4028234663852886e38)
-    return raised(quotient(tl.minimum(tl.maximum(v, tl.maximum(low, -3.4028234663852886e38)), high), scale, inverse))
+    small, large = scale < 7.888609052210118e-31, scale >= 6.646139978924579e35  # 2**-100, 2**119
+    power = tl.where(small, 1.8446744073709552e19, tl.where(large, 1.52587890625e-05, 1.0))  # 2**64, 2**-16
+    scale *= power
+    inverse = tl.where(small | large, tl.div_rn(1.0, scale), inverse)
+    low, high = (-128.25 - zero) * scale, (127.25 - zero) * scale
+    return raised(quotient(tl.minimum(tl.maximum(v * power, low), high), scale, inverse))
 
 
 @triton.jit
 def lowered(bits, zero):
     """The int8 code of a `raised_code`."""
     return (bits + zero.to(tl.int32)).to(tl.int8)
-
-
-@triton.jit
-def rounded(q, zero):
-    """``clamp(round(q) + zero, -128, 127)`` as int8, half to even."""
-    return lowered(raised_code(q, zero), zero)
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def asymmetric_scale(below, above):
     low = -tl.where(below < 0x7F800000, below, 0x7FC00000).to(tl.float32, bitcast=True)
     high = tl.where(above < 0x7F800000, above, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = usable(tl.div_rn(high - low, 255.0))
-    step = -128.0 - tl.div_rn(low, scale)  # in -128..127, so the trick of `rounded` holds
+    step = -128.0 - tl.div_rn(low, scale)  # in -128..127, so the trick of `raised` holds
     return scale, (step + 12582912.0) - 12582912.0
 
 
