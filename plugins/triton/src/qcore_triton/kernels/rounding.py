@@ -56,8 +56,9 @@ def raised_code(q, zero):
 def raised_quotient(v, scale, inverse, zero):
     """`raised_code` of ``v / scale`` for any v, including infinities, and any positive scale.
 
-    ``inverse``: ``div_rn(1, scale)``. v is limited, not its quotient: to a quarter of a step beyond the last codes, which rounds to them. Where that is no
-    float32 number, or the inverse is none, both are multiplied by a power of two first.
+    ``inverse``: ``div_rn(1, scale)``. v is limited, not its quotient: to a quarter of a step beyond the last codes,
+    which rounds to them. Where that is no float32 number, or the inverse is none, both are multiplied by a power of two
+    first.
     """
     small, large = scale < 7.888609052210118e-31, scale >= 6.646139978924579e35  # 2**-100, 2**119
     power = tl.where(small, 1.8446744073709552e19, tl.where(large, 1.52587890625e-05, 1.0))  # 2**64, 2**-16
