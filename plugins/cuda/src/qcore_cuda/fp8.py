@@ -62,9 +62,8 @@ def product(
     if group:
         codes, scale = _by_group(x, columns, group, torch.uint8, device)
     else:
-        codes, scale = _by_row(x, columns, torch.uint8, static, device)
-        if (blocks := weight.scale.shape[0]) > 1:
-            scale = scale.expand(blocks, -1).contiguous()
+        blocks = weight.scale.shape[0]
+        codes, scale = _by_row(x, columns, torch.uint8, static, device, blocks if blocks > 1 else 0)
     multiply = two_level if way == TWO_LEVEL else scaled
     return multiply(codes, scale, weight, bias, out_dtype)
 
@@ -115,13 +114,17 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     return SCALED if by_row and torchs else own
 
 
-def _by_row(x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device) -> tuple[Tensor, Tensor]:
-    """Codes ``(M, columns)``, bytes or numbers of ``dtype``, 0 behind K, and scales ``(M,)``."""
+def _by_row(
+    x: Tensor, columns: int, dtype: torch.dtype, static: float | None, device: Device, copies: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes ``(M, columns)``, bytes or numbers of ``dtype``, 0 behind K, and scales ``(M,)`` or ``(copies, M)``."""
     m, k = x.shape
-    codes, scale = empty((m, columns), dtype, x.device), empty((m,), torch.float32, x.device)
+    codes = empty((m, columns), dtype, x.device)
+    scale = empty((copies, m) if copies else (m,), torch.float32, x.device)
     block = min(power_of_two(columns), 4 * _COLUMNS)
     launch(
-        fp8.quantize_rows, (m,), x, codes, scale, 0.0 if static is None else static, m, k, columns, *x.stride(),
+        fp8.quantize_rows, (m,), x, codes, scale, 0.0 if static is None else static, max(1, copies), m, k, columns,
+        *x.stride(),
         STATIC=static is not None, BLOCK=block, LOOP=columns > block, HARDWARE=device.arch >= _HARDWARE,
         **options(device, max(1, min(8, block // 512))),
     )  # fmt: skip

@@ -72,9 +72,9 @@ def _divided(v, s, inverse, STATIC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["given", "M"])
-def quantize_rows(x, q, scale, given, M, K, KQ, row_stride, column_stride, STATIC: tl.constexpr, BLOCK: tl.constexpr,
-                  LOOP: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Codes ``(M, KQ)``, 0 from K on, as bytes or numbers, and scales ``(M,)``; STATIC: the scale is ``given``.
+def quantize_rows(x, q, scale, given, copies, M, K, KQ, row_stride, column_stride, STATIC: tl.constexpr,
+                  BLOCK: tl.constexpr, LOOP: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Codes ``(M, KQ)``, 0 from K on, as bytes or numbers, and scales ``(copies, M)``; STATIC: the scale is ``given``.
 
     LOOP: KQ exceeds BLOCK, and x is read twice; else the row stays in registers.
     """
@@ -104,7 +104,8 @@ def quantize_rows(x, q, scale, given, M, K, KQ, row_stride, column_stride, STATI
             v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
             c = _code(_divided(v, s, inverse, STATIC), q, HARDWARE)
             tl.store(q + at, c.to(q.dtype.element_ty), mask=at < KQ)
-    tl.store(scale + row, s)
+    for i in range(copies):
+        tl.store(scale + i * M + row, s)
 
 
 @triton.jit(do_not_specialize=["M"])
