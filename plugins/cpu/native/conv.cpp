@@ -162,7 +162,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
       failed[static_cast<size_t>(unit)] = 1;
       return;
     }
-    // 2. Codes; what is written of scales and sums behind the last of a line is that of the next.
+    // 2. Codes. Scales and sums are written in whole vectors, whose rest the next line overwrites.
     int8_t* q = reinterpret_cast<int8_t*>(codes.data);
     float* scales = reinterpret_cast<float*>(codes.data + rows * step);
     int32_t *sums = reinterpret_cast<int32_t*>(scales + padded), *scratch = sums + padded;

@@ -195,7 +195,7 @@ struct Kernels {
   void (*quantize_runs)(const struct Runs& x, float inverse, int32_t zero, int8_t* codes, int32_t* sums);
   // The largest magnitude of `count` values, as the bits of a float; NaN is above all.
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
-  // That of each run.
+  // The largest magnitude of each run, likewise.
   void (*magnitudes)(const struct Runs& x, int32_t* to);
   // `count` windows of a line of results as codes, each with a scale of its own, from window `from` on. `map`: the
   // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding.

@@ -34,7 +34,7 @@ TWO_LEVEL, SCALED, SUMS, NUMBERS = "fp8_hopper", "scaled", "sums", "numbers"
 NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
 _EXPANDED = {True: 128, False: 256}
-"""More rows repay to write the codes of an int4 weight as e4m3, in which they are exact; True: x has several scales."""
+"""The most rows for which int4 codes are not written as e4m3, which holds them exactly; True: x has several scales."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -56,7 +56,7 @@ def product(
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
     if weight.bits == 4:
-        codes = host.dense(launch, weight, torch.float8_e4m3fn, empty=empty, scaled=False, num_warps=4)
+        codes = host.dense(launch, empty, weight, torch.float8_e4m3fn, scaled=False, num_warps=4)
         weight = weight._replace(data=codes.view(torch.int8), bits=8)
     columns = weight.data.shape[1]
     if group:
@@ -101,12 +101,9 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     """How a product of m rows is computed."""
     own = NUMBERS if group else SUMS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
+    int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[bool(group)]
     fits = form.zero is None and form.scale.is_floating_point and form.n % 16 == 0 and (by_row or by_block)
-    if form.element == INTEGER:
-        fits = fits and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[bool(group)]
-    elif form.element != "e4m3":
-        fits = False
-    if not fits or m <= ROWS or out_dtype.itemsize != NARROW:
+    if not fits or not (int4 or form.element == "e4m3") or m <= ROWS or out_dtype.itemsize != NARROW:
         return own
     if hopper.fits(device, form.n, BLOCK):
         return TWO_LEVEL

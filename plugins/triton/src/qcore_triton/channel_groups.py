@@ -34,11 +34,11 @@ _WIDE = 64
 _ROWS = (64, 32)
 """Positions that a program with matrix units takes, or fewer if there are few programs."""
 _CHANNELS = 32, 128
-"""Channels that it takes at a time: as many as a product has at least, or as a group has, but not more than so many."""
+"""The fewest and the most channels that it takes at a time: of a product of int8, and of a wide group."""
 _LINE = 8
 """The widest windows whose lines are read in one go."""
 _NEAR = 2**31 - _TILES[0]
-"""Positions that int32 numbers, with those that the last tile has beyond them."""
+"""The most positions of which int32 holds the numbers, also of those beyond the end in the last tile."""
 
 
 def on_matrix_units(k: int, each: int) -> bool:
@@ -52,8 +52,8 @@ def on_matrix_units(k: int, each: int) -> bool:
 def tile_of(channels: int, each: int) -> tuple[int, int, int]:
     """Channel groups of a tile on matrix units, and how many input and output channels it has of each.
 
-    Powers of two. What a group has more is taken one part at a time: input channels one after the other, output
-    channels by other programs.
+    Powers of two. Wider groups are taken in parts: input channels one part after the other, output channels by other
+    programs.
     """
     least, most = _CHANNELS
     inner, outer = min(most, power_of_two(channels)), min(most, power_of_two(each))
@@ -62,7 +62,7 @@ def tile_of(channels: int, each: int) -> tuple[int, int, int]:
 
 
 def _span(x: Tensor, geometry: Geometry) -> int:
-    """How far apart in memory the first and last element are of what a window spans in x."""
+    """The distance in elements between the first and the last element of a window of x."""
     taps = zip(geometry.kernel, geometry.dilation, x.stride()[2:], strict=True)
     return sum((size - 1) * step * stride for size, step, stride in taps) + x.shape[1]
 

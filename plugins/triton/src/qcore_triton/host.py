@@ -189,12 +189,10 @@ def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **
 
 
 def dense(
-    launch: Launch, weight: Weight, dtype: torch.dtype, *, empty: Empty | None = None, scaled: bool = True,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """The dequantized weight ``(N, K)``: computed in float32, rounded once. Not ``scaled``: what codes stand for."""
-    shape, device = (weight.n, weight.k), weight.data.device
-    out = empty(shape, dtype, device) if empty else torch.empty(shape, dtype=dtype, device=device)
+    launch: Launch, empty: Empty, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, **options: Any
+) -> Tensor:
+    """The dequantized weight ``(N, K)``, or its elements without scales: computed in float32, rounded once."""
+    out = empty((weight.n, weight.k), dtype, weight.data.device)
     block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
     blocks = -(-weight.k // block)

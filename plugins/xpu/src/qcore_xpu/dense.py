@@ -13,7 +13,7 @@ from qcore_triton.packing import ROWS
 from qcore_triton.weights import Weight
 
 from .biases import split
-from .device import exact, launch
+from .device import empty, exact, launch
 
 _CHUNK = 1 << 24
 """Weights dequantized at a time, 32 MiB of bfloat16: a large weight is never dequantized as a whole."""
@@ -56,7 +56,7 @@ def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, o
 def dense(weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
     """Some rows of the dequantized weight ``(count, K)``: computed in float32, rounded once."""
     part = weight if count == weight.n else host.part_of(weight, first, count)
-    return host.dense(launch, part, dtype, num_warps=4)
+    return host.dense(launch, empty, part, dtype, num_warps=4)
 
 
 def _compute_dtype(x: Tensor, out_dtype: torch.dtype) -> torch.dtype:

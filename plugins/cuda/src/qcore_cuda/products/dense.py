@@ -19,6 +19,7 @@ from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch
+from ..runtime.replay import empty
 from .base import FloatProduct
 
 
@@ -28,7 +29,7 @@ class Whole(NamedTuple):
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
-    return host.dense(launch, weight, dtype, num_warps=4)
+    return host.dense(launch, empty, weight, dtype, num_warps=4)
 
 
 def product_of(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

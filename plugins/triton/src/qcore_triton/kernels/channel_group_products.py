@@ -12,14 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .channel_groups import larger_pair, window_starts, window_tap
+from .channel_groups import max_abs_pairs, window_starts, window_tap
 from .int8_common import ended
 from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
 from .rounding import begin, magnitude
 
 
 @triton.jit
-def of_groups(v, BM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+def broadcast_groups(v, BM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
     """V ``(BM, GROUPS, 1)``, one per group, as ``(BM, GROUPS * EACH)``: one per channel."""
     return tl.reshape(tl.broadcast_to(v, (BM, GROUPS, EACH)), (BM, GROUPS * EACH))
 
@@ -105,7 +105,7 @@ def convolve(
     row = (group0 + rows // BN) * EACH + part * BN + rows % BN
     same = (rows // BN == c // BC) & (part * BN + rows % BN < EACH) & (row < N)
     w += row.to(tl.int64) * (pitch * 32)
-    # Of channels that do not exist the first of the image are read: their codes are multiplied by 0, and not stored.
+    # Channels that do not exist are not read, and count as 0; so do their weights.
     channel = group0 * CHANNELS + c if BC == CHANNELS else (group0 + c // BC) * CHANNELS + c % BC
     exists = (group0 + c // BC) * EACH < N
     most = tl.zeros((BM, GROUPS * BC), tl.int32)
@@ -121,7 +121,7 @@ def convolve(
             inner = exists if BC * BLOCKS == CHANNELS else exists & (from_ + c % BC < CHANNELS)
             v = tl.load(x + (shift + from_) + channel, mask=in_p & seen & inner, other=0)
             if NARROW and PAIRS:
-                largest = larger_pair(v, largest)
+                largest = max_abs_pairs(v, largest)
             else:
                 low, high = extent(v.to(tl.float32), MODE)
                 below, most = tl.maximum(below, low), tl.maximum(most, high)
@@ -137,9 +137,9 @@ def convolve(
     inverse = inverse_of(s, above, NARROW)
     z += tl.zeros((BM, GROUPS, 1), tl.float32)
     s += tl.zeros((BM, GROUPS, 1), tl.float32)
-    s_in, z_in = of_groups(s, BM, GROUPS, BC), of_groups(z, BM, GROUPS, BC)
+    s_in, z_in = broadcast_groups(s, BM, GROUPS, BC), broadcast_groups(z, BM, GROUPS, BC)
     inverse += tl.zeros((BM, GROUPS, 1), tl.float32)
-    inverse = of_groups(inverse, BM, GROUPS, BC)
+    inverse = broadcast_groups(inverse, BM, GROUPS, BC)
     # 3. Over them again, per group of the weight: codes, and their products in int32.
     total = tl.zeros((BM, GROUPS * BN), tl.float32)
     for g in range(1 if WHOLE else (K + group - 1) // group):
@@ -154,7 +154,7 @@ def convolve(
             inner = exists if BC * BLOCKS == CHANNELS else exists & (from_ + c % BC < CHANNELS)
             v = tl.load(x + (shift + from_) + channel, mask=in_p & seen & inner, other=0)
             if MODE == TENSOR and PAIRS:
-                largest = larger_pair(v, largest)
+                largest = max_abs_pairs(v, largest)
             v = v.to(tl.float32)
             if MODE == TENSOR and not PAIRS:
                 most = tl.maximum(most, magnitude(v))
@@ -171,13 +171,13 @@ def convolve(
         # 4. Zero points, in int32: those of x times the sums of w, those of w times the sums of x.
         at = g * N + n
         if MODE != SYMMETRIC:
-            z_out = of_groups(z, BM, GROUPS, BN).to(tl.int32)
+            z_out = broadcast_groups(z, BM, GROUPS, BN).to(tl.int32)
             acc -= z_out * tl.load(sums + at, mask=in_n, other=0)
         if ZERO:
             sum_in = tl.sum(tl.reshape(codes, (BM, GROUPS, BC)), 2, keep_dims=True)
             if ZERO == 2:
                 sum_in -= (end - begun) * z.to(tl.int32)
-            sum_out = of_groups(sum_in, BM, GROUPS, BN)
+            sum_out = broadcast_groups(sum_in, BM, GROUPS, BN)
             if ZERO == 1:
                 acc -= sum_out * tl.load(w_zero + at, mask=in_n, other=0).to(tl.int32)
         total += acc.to(tl.float32) * tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
@@ -190,7 +190,7 @@ def convolve(
         above = tl.max(tl.reshape(most, (BM, GROUPS, BC)), 2, keep_dims=True)
         s, _ = parameters(above, above, 0, given_scale, given_zero, MODE)
     bound = tl.where(in_n, n, N)  # channels of the next group have no bias here
-    v = total * of_groups(s, BM, GROUPS, BN)
+    v = total * broadcast_groups(s, BM, GROUPS, BN)
     v = ended(v, p, bound, positions, N, bias, y, y, out_scale_number, out_zero_number, y, HAS_BIAS, OUT)
     p = p.to(tl.int64)
     y += p * N + n if LAST else (image * N + n) * size + inside

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .int8_common import ended
-from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, extent, inverse_of, parameters, steps
-from .rounding import RAISED, begin, magnitude
+from .quantize import ASYMMETRIC, SYMMETRIC, TENSOR, centred_codes, extent, inverse_of, parameters
+from .rounding import MAGIC, begin, magnitude
 
 
 @triton.jit
@@ -42,25 +42,28 @@ def window_tap(row, column, h, w, window, FAR: tl.constexpr):
 
 
 @triton.jit
-def _added(sums, v, weight, seen, how, MODE: tl.constexpr, CODES: tl.constexpr, NARROW: tl.constexpr,
+def _accumulate(sums, v, weight, seen, how, MODE: tl.constexpr, CODES: tl.constexpr, NARROW: tl.constexpr,
            ZERO: tl.constexpr):  # fmt: skip
-    """Sums of products, of weights and, with float zero points of the weight, of codes, plus an element's: `steps`."""
+    """Add an element to the sums of products, of weights and, with float zero points of the weight, of codes.
+
+    Codes are less their zero point, plus MAGIC unless CODES, see `quantize.centred_codes`.
+    """
     products, weights, codes = sums
     s, inverse, z = how
     if CODES:
         c = tl.where(seen, v.to(tl.float32), z).to(tl.int32) - z.to(tl.int32)
     else:
-        c = steps(v.to(tl.float32), s, inverse, z, MODE, NARROW)
+        c = centred_codes(v.to(tl.float32), s, inverse, z, MODE, NARROW)
     if ZERO == 2:
         codes += c
     return products + c * weight, weights + weight, codes
 
 
 @triton.jit
-def _extended(v, below, most, largest, MODE: tl.constexpr, PAIRS: tl.constexpr):
+def _update_extents(v, below, most, largest, MODE: tl.constexpr, PAIRS: tl.constexpr):
     """Extents of columns with an element more: in ``largest`` if PAIRS and one number is enough, else in the others."""
     if PAIRS and MODE != ASYMMETRIC:
-        largest = larger_pair(v, largest)
+        largest = max_abs_pairs(v, largest)
     else:
         low, high = extent(v.to(tl.float32), MODE)
         below, most = tl.maximum(below, low), tl.maximum(most, high)
@@ -68,7 +71,7 @@ def _extended(v, below, most, largest, MODE: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def larger_pair(v, most):
+def max_abs_pairs(v, most):
     """The larger of ``|v|`` and most, which is not negative, in bfloat16: two in two instructions; NaN stays."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; and.b32 t, $1, 0x7FFF7FFF; max.NaN.bf16x2 $0, t, $2; }",
@@ -163,13 +166,13 @@ def convolve(
                     shift, seen = window_tap(row, column, h, w0, window, FAR)
                     for i in range(CHANNELS):
                         v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
-                        below, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
+                        below, most, largest = _update_extents(v, below, most, largest, MODE, PAIRS)
         else:
             for step in range(K):
                 tap = step // CHANNELS
                 shift, seen = window_tap(tap // KW, tap % KW, h, w0, window, FAR)
                 v = tl.load(x + (shift + step % CHANNELS), mask=in_p & seen & in_n, other=0)
-                below, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
+                below, most, largest = _update_extents(v, below, most, largest, MODE, PAIRS)
     if PAIRS and MODE == SYMMETRIC:
         most = magnitude(largest.to(tl.float32))
     s, z = parameters(below, most, 0, given_scale, given_zero, MODE)
@@ -190,25 +193,24 @@ def convolve(
                         v = tl.load(x + (shift + i), mask=in_p & seen & in_n, other=0)
                         codes = w + ((row * KW + column) * CHANNELS + i) * N + n
                         weight = tl.load(codes, mask=in_n, other=0).to(tl.int32) - zero
-                        sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
+                        sums = _accumulate(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
                         if MODE == TENSOR:
-                            _, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
+                            _, most, largest = _update_extents(v, below, most, largest, MODE, PAIRS)
         else:
             for step in range(g * group, tl.minimum((g + 1) * group, K)):
                 tap = step // CHANNELS
                 shift, seen = window_tap(tap // KW, tap % KW, h, w0, window, FAR)
                 v = tl.load(x + (shift + step % CHANNELS), mask=in_p & seen & in_n, other=0)
                 weight = tl.load(w + step * N + n, mask=in_n, other=0).to(tl.int32) - zero
-                sums = _added(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
+                sums = _accumulate(sums, v, weight, seen, how, MODE, CODES, NARROW, ZERO)
                 if MODE == TENSOR:
-                    _, most, largest = _extended(v, below, most, largest, MODE, PAIRS)
+                    _, most, largest = _update_extents(v, below, most, largest, MODE, PAIRS)
         products, weights, codes = sums
         if not CODES:
-            # Codes have been multiplied with all bits of the numbers in which they were left, modulo 2**32. The upper
-            # ones are the same in each of them: what is too much is a multiple of the sum of the weights.
-            products -= RAISED * weights
+            # All codes were multiplied with MAGIC added to them, modulo 2**32: subtract MAGIC times the sum of weights.
+            products -= MAGIC * weights
             if ZERO == 2:
-                codes -= RAISED * tl.minimum(group, K - g * group)
+                codes -= MAGIC * tl.minimum(group, K - g * group)
         total += products.to(tl.float32) * tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
         if ZERO == 2:
             total += codes.to(tl.float32) * tl.load(w_zero + at, mask=in_n, other=0.0).to(tl.float32)

@@ -20,8 +20,7 @@ def dequantize(w, scale, zero, factor, out, N, K, KB, GROUP, BITS: tl.constexpr,
                HALVES: tl.constexpr):  # fmt: skip
     """``out[n, k] = (q - z) * s`` or ``q * s + z``: rows BN of one block of P columns; BN divides 16.
 
-    HALVES: a block has two groups, and no zero points. FACTOR: see `Weight.factor`. Without SCALED the numbers that
-    codes stand for.
+    HALVES: a block has two groups, and no zero points. FACTOR: see `Weight.factor`. Without SCALED, unscaled.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)

@@ -18,12 +18,12 @@ from .order import arranged
 from .rounding import (
     asymmetric_scale,
     begin,
-    lowered,
+    code_of,
+    magic_code,
+    magic_quotient,
+    magic_round,
     magnitude,
     quotient,
-    raised,
-    raised_code,
-    raised_quotient,
     symmetric_scale,
 )
 
@@ -89,21 +89,21 @@ def encode(v, scale, inverse, zero, MODE: tl.constexpr, CODES: tl.constexpr, NAR
     if CODES:
         c = v.to(tl.int32).to(tl.int8)
     elif NARROW:
-        c = steps(v, scale, inverse, zero, MODE, NARROW).to(tl.int8)
+        c = centred_codes(v, scale, inverse, zero, MODE, NARROW).to(tl.int8)
     else:
-        c = lowered(steps(v, scale, inverse, zero, MODE, NARROW), zero)
+        c = code_of(centred_codes(v, scale, inverse, zero, MODE, NARROW), zero)
     return c
 
 
 @triton.jit
-def steps(v, scale, inverse, zero, MODE: tl.constexpr, NARROW: tl.constexpr):
-    """Codes of v less the zero point, `raised`."""
+def centred_codes(v, scale, inverse, zero, MODE: tl.constexpr, NARROW: tl.constexpr):
+    """``codes(v) - zero + MAGIC``, int32, see `magic_code`."""
     if NARROW:
-        c = raised(v * inverse)
+        c = magic_round(v * inverse)
     elif MODE == SYMMETRIC or MODE == ASYMMETRIC:
-        c = raised_code(quotient(v, scale, inverse), zero)
+        c = magic_code(quotient(v, scale, inverse), zero)
     else:
-        c = raised_quotient(v, scale, inverse, zero)
+        c = magic_quotient(v, scale, inverse, zero)
     return c
 
 

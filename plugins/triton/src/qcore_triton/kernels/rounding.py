@@ -35,26 +35,26 @@ def quotient(v, scale, inverse):
     return tl.fma(tl.fma(-q, scale, v), inverse, q)
 
 
-RAISED: tl.constexpr = tl.constexpr(0x4B400000)
-"""The bits of 1.5 * 2**23, as int32. Added to a number, it rounds that to an integer, half to even, and leaves the
-integer in the low bits: no conversion instructions."""
+MAGIC: tl.constexpr = tl.constexpr(0x4B400000)
+"""The bits of 1.5 * 2**23, the magic number of float32 rounding: added to a number, it rounds that to an integer, half
+to even, and leaves the integer in the low bits of the sum, without conversion instructions."""
 
 
 @triton.jit
-def raised(q):
-    """``round(q) + RAISED``, int32, for ``|q| < 2**21``."""
+def magic_round(q):
+    """``round(q) + MAGIC``, int32, for ``|q| < 2**21``."""
     return (q + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def raised_code(q, zero):
-    """`raised` of q, limited to codes: ``clamp(round(q), -128 - zero, 127 - zero)``; zero is an integer in float32."""
-    return raised(tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero))
+def magic_code(q, zero):
+    """``clamp(round(q), -128 - zero, 127 - zero) + MAGIC``, int32; zero is an integer in float32."""
+    return magic_round(tl.minimum(tl.maximum(q, -128.0 - zero), 127.0 - zero))
 
 
 @triton.jit
-def raised_quotient(v, scale, inverse, zero):
-    """`raised_code` of ``v / scale`` for any v, including infinities, and any positive scale.
+def magic_quotient(v, scale, inverse, zero):
+    """`magic_code` of ``v / scale`` for any v, including infinities, and any positive scale.
 
     ``inverse``: ``div_rn(1, scale)``. v is limited, not its quotient: to a quarter of a step beyond the last codes,
     which rounds to them. Where that is no float32 number, or the inverse is none, both are multiplied by a power of two
@@ -65,19 +65,19 @@ def raised_quotient(v, scale, inverse, zero):
     scale *= power
     inverse = tl.where(small | large, tl.div_rn(1.0, scale), inverse)
     low, high = (-128.25 - zero) * scale, (127.25 - zero) * scale
-    return raised(quotient(tl.minimum(tl.maximum(v * power, low), high), scale, inverse))
+    return magic_round(quotient(tl.minimum(tl.maximum(v * power, low), high), scale, inverse))
 
 
 @triton.jit
-def lowered(bits, zero):
-    """The int8 code of a `raised_code`."""
+def code_of(bits, zero):
+    """The int8 code, zero point included, of a `magic_code`."""
     return (bits + zero.to(tl.int32)).to(tl.int8)
 
 
 @triton.jit
 def code(v, scale, inverse, zero):
     """``clamp(round(v / scale) + zero, -128, 127)`` as int8 for any v, including infinities."""
-    return lowered(raised_quotient(v, scale, inverse, zero), zero)
+    return code_of(magic_quotient(v, scale, inverse, zero), zero)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def asymmetric_scale(below, above):
     low = -tl.where(below < 0x7F800000, below, 0x7FC00000).to(tl.float32, bitcast=True)
     high = tl.where(above < 0x7F800000, above, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = usable(tl.div_rn(high - low, 255.0))
-    step = -128.0 - tl.div_rn(low, scale)  # in -128..127, so the trick of `raised` holds
+    step = -128.0 - tl.div_rn(low, scale)  # in -128..127, so the trick of `magic_round` holds
     return scale, (step + 12582912.0) - 12582912.0
 
 
