@@ -218,7 +218,7 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
 @pytest.mark.parametrize(
     ("name", "kernel", "refused"),
     [
-        ("w4-g32", "gemm_hopper", [{"n": 4100}, {"x_dtype": torch.float32}, {"group": 96}]),
+        ("w4-g32", "gemm_hopper", [{"x_dtype": torch.float32}, {"group": 96}]),
         ("w4-g64", "gemm_hopper", [{"element": "e2m1", "scale": torch.uint8, "x_dtype": torch.float16}]),
         ("w8-g128", "gemm_hopper", [{"group": 192}, {"group": 96}, {"x_dtype": torch.float16}]),
         ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
@@ -232,9 +232,10 @@ def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel,
     problem = replace(FORMS[name], rows=2048)
     product = next(p for p in (*FLOAT_PRODUCTS, *INT8_PRODUCTS) if p.name == kernel)
     assert product.serves(HOPPER, problem)
+    assert all(product.serves(HOPPER, replace(problem, n=n)) for n in (17, 4100, 5001))
     assert not product.serves(HOPPER._replace(arch=100), problem)
     if problem.codes:
-        refused = [*refused, {"n": 4100}, {"out_dtype": torch.float32}, {"out_dtype": torch.int8, "out_by_token": True}]
+        refused = [*refused, {"out_dtype": torch.float32}, {"out_dtype": torch.int8, "out_by_token": True}]
     assert not any(product.serves(HOPPER, replace(problem, **change)) for change in refused)
 
 

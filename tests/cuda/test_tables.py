@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_problems import assert_right, float_product, linear_problem, packed_weight
+from cuda_stand_ins import dense
 from grids import sampled
 
 import qcore
@@ -160,17 +161,21 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
 @pytest.mark.parametrize(
     ("way", "change"),
     [
-        ("fp8_hopper", {}), ("fp8_hopper", {"m": 17}), ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
+        ("fp8_hopper", {}), ("fp8_hopper", {"m": 65}), ("tokens", {"m": 64}),
+        ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
         ("fp8_hopper", {"x": 128, "group": 128, "groups": 32}), ("fp8_hopper", {"k": 4032}),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
-        ("sums", {"m": 16}), ("sums", {"arch": 80}), ("sums", {"n": 4100}), ("sums", {"out": torch.float32}),
-        ("sums", {"zero": torch.bfloat16}), ("sums", {"element": "e5m2"}), ("sums", {"scale": torch.uint8}),
+        ("tokens", {"m": 16}), ("tokens", {"m": 16, "arch": 80}), ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
+        ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("sums", {"zero": torch.bfloat16}),
+        ("tokens", {"element": "e5m2"}), ("sums", {"element": "t" + "0" * 128}), ("tokens", {"scale": torch.uint8}),
         ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),
         ("fp8_hopper", INT4), ("fp8_hopper", {**INT4, "x": 128, "group": 128, "groups": 32}),
         ("fp8_hopper", {**INT4, "group": 128, "groups": 32}), ("scaled", {**INT4, "arch": 89}),
-        ("sums", {**INT4, "m": 256}), ("numbers", {**INT4, "x": 128, "group": 128, "groups": 32, "m": 128}),
-        ("sums", {**INT4, "k": 4160}), ("sums", {**INT4, "zero": torch.int8}), ("sums", {"element": "int"}),
+        ("tokens", {**INT4, "group": 128, "groups": 32, "factor": True}), ("tokens", {**INT4, "m": 1024}),
+        ("sums", {**INT4, "group": 128, "groups": 32, "m": 256}),
+        ("numbers", {**INT4, "x": 128, "group": 128, "groups": 32, "m": 128}),
+        ("tokens", {**INT4, "k": 4160}), ("tokens", {**INT4, "zero": torch.int8}), ("tokens", {"element": "int"}),
         ("sums", {"hip": True, "arch": 0}),
         ("numbers", {"x": 128}), ("numbers", {"x": 64, "group": 64, "groups": 64}),
         ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),
@@ -193,7 +198,6 @@ def test_the_way_depends_on_what_tensor_cores_take(monkeypatch, way, change):
 
 BYTES = {
     "wfp8afp8": False, "wfp8afp8-g128": True, "wfp8afp8-g128-token": True, "w4afp8": False, "w4afp8-g128": True,
-    "w4afp8-g128-token": True,
 }  # fmt: skip
 
 
@@ -223,6 +227,36 @@ def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, 
     case = linear_problem(scheme, 20, 48, 256, bias="none" if blocks else "same")
     mine = kernel(case.request)
     assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+
+
+@pytest.mark.parametrize("scheme", ["w8afp8", "w4afp8-asym", "w4afp8-g64-asym-token", "w8afp8-g128-token", "wfp8afp8"])
+def test_codes_in_float16_are_scaled_by_token(interpreter, monkeypatch, scheme):
+    """What the kernels get, checked by what they would compute of it."""
+    from qcore_cuda import fp8
+    from qcore_cuda.linear import kernel
+    from qcore_cuda.problem import float_problem
+    from qcore_cuda.products.base import Choice
+
+    class Product:
+        def multiply(self, x, weight, bias, device, problem, config, tokens):
+            assert (x.dtype, problem.out_dtype) == (torch.float16, torch.bfloat16)
+            assert problem.half or problem.one_group
+            numbers = dense(weight._replace(factor=None))
+            numbers = numbers.half().double() if problem.half else numbers
+            y = x[:, : problem.k].double() @ numbers.t() * (1.0 if weight.factor is None else weight.factor.double())
+            return (y * tokens.double()[:, None] + bias.double()).to(problem.out_dtype)
+
+    def by_token(device, form, m, out_dtype):
+        problem = float_problem(form, m, torch.float16, torch.float16)
+        return replace(problem, out_dtype=out_dtype), Choice(Product(), None)
+
+    monkeypatch.setattr(fp8, "_by_token", by_token)
+    monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.TOKENS)
+    case = linear_problem(scheme, 20, 50, 200, bias="same")
+    mine = kernel(case.request)
+    packed = mine.pack(case.weight)
+    assert ("factor" in packed) == ("-g" in scheme)
+    assert_right(case, mine.run(case.x, packed, case.bias))
 
 
 def test_float32_loses_nothing_to_a_rounded_table(interpreter):

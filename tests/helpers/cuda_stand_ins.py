@@ -30,7 +30,7 @@ def values_of(weight):
 
 
 def scales_of(weight):
-    """The numbers ``(G, n)`` that packed scales stand for."""
+    """The numbers, ``(G, n)`` and more columns, that packed scales stand for."""
     if weight.scale.dtype == torch.uint8:
         return torch.exp2(weight.scale.double() - 127)
     scale = weight.scale.view(torch.float8_e4m3fn) if weight.scale.dtype == torch.int8 else weight.scale
@@ -38,8 +38,8 @@ def scales_of(weight):
 
 
 def spread(values, weight):
-    """``(G, n)`` to ``(n, k)``."""
-    return values.double().repeat_interleave(weight.group, 0)[: weight.k].t()
+    """``(G, n)`` and more columns to ``(n, k)``."""
+    return values[:, : weight.n].double().repeat_interleave(weight.group, 0)[: weight.k].t()
 
 
 def dense(weight):
@@ -75,7 +75,7 @@ def int8_product(x, weight, sums, bias, out_dtype, symmetric=True, given=None, o
     assert (sums is None) == (x_zero is None)
     y = codes.double() @ dense(weight).t()
     if x_zero is not None:
-        correction = (sums.double() * weight.scale.double()).sum(0)
+        correction = (sums.double() * weight.scale.double()).sum(0)[: weight.n]
         if weight.zero is not None and weight.zero.dtype != torch.int8:
             correction = correction + spread(weight.zero, weight).sum(1)
         y = y - x_zero.double()[:, None] * correction

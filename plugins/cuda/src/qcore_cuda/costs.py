@@ -13,7 +13,7 @@ Everything here is a pure function of sizes, so that tests can check choices for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,10 @@ import torch
 from qcore_triton.weights import INTEGER
 
 from .problem import GemmProblem
+
+_LAUNCH = 2.0
+_COPIED = 4 / 3e6
+"""Microseconds of a launch, and for each value that it reads and writes, at 3 TB/s."""
 
 
 class Work(NamedTuple):
@@ -50,6 +54,11 @@ class Cost(NamedTuple):
         """The estimate for a problem on a GPU with ``sms`` multiprocessors."""
         found = zip(self.coefficients, terms(work, problem.n, problem.k, self.occupancy, sms), strict=False)
         return sum(coefficient * term for coefficient, term in found)
+
+
+def copying(values: Iterable[int]) -> float:
+    """Microseconds of launches that copy so many 16-bit values each, before or after a product."""
+    return sum(_LAUNCH + _COPIED * count for count in values)
 
 
 def terms(work: Work, n: int, k: int, occupancy: int, sms: int) -> tuple[float, float, float, float, float]:

@@ -1,15 +1,18 @@
-"""Products with e4m3 activations: quantization, and one of four ways to multiply.
+"""Products with e4m3 activations: quantization, and one of five ways to multiply.
 
 On GPUs whose tensor cores take e4m3, many rows are multiplied by `kernels.fp8_hopper` (sm_90), with scales per row or
 per 128 columns, or by torch's scaled product (sm_89 and later), with scales per row. The codes of int4 weights are
 exact in e4m3, too, and are written as such for each product of many rows. Few rows, and everything else,
-take the kernels for float activations: codes with one scale per row are exact in bfloat16, and their float32 sums are
-scaled afterwards; with scales per group of columns, the quantized activations are float32 numbers.
+take the kernels for float activations: codes with one scale per row are exact in 16-bit floats, and their float32 sums
+are scaled by the kernels for few rows and for Hopper, elsewhere afterwards; with scales per group of columns, the
+quantized activations are float32 numbers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,21 +23,29 @@ from qcore_triton.weights import INTEGER, Weight
 
 from . import weight_only
 from .kernels import fp8
-from .problem import Form, form_of
+from .problem import Form, GemmProblem, float_problem, form_of
+from .products.aligned import columns_of, finished, result
+from .products.base import Choice
+from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
+from .products.gemv import GEMV, Gemv
 from .products.skinny_gemm import ROWS
 from .runtime import hopper
 from .runtime.device import Device, device_of
 from .runtime.launch import launch, options
 from .runtime.replay import empty
+from .selection import choose_among
 
 BLOCK = 128
 """Columns that share a scale where e4m3 is multiplied by e4m3, if a row has several."""
-TWO_LEVEL, SCALED, SUMS, NUMBERS = "fp8_hopper", "scaled", "sums", "numbers"
-"""The ways: the kernel for Hopper; torch's product; scaled float32 sums; float32 activations."""
+TWO_LEVEL, SCALED, TOKENS, SUMS, NUMBERS = "fp8_hopper", "scaled", "tokens", "sums", "numbers"
+"""The ways: the kernel for Hopper; torch's product; codes in float16, whose kernel scales sums by token; the same in
+bfloat16 and two kernels; float32 activations."""
 NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
-_EXPANDED = {True: 128, False: 256}
-"""The most rows for which int4 codes are not written as e4m3, which holds them exactly; True: x has several scales."""
+_EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
+"""The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
+_FEW = 64
+"""The most rows for which float16 is faster than e4m3 with one scale per row of the weight."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -52,6 +63,8 @@ def product(
     if way == NUMBERS:
         values, _ = _by_group(x, x.shape[1], group, torch.float32, device)
         return weight_only.linear(values, weight, bias, out_dtype)
+    if way == TOKENS:
+        return _by_tokens(x, weight, bias, out_dtype, static, device)
     if way == SUMS:
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
@@ -72,8 +85,8 @@ def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, ou
     """The scaled product of torch, of bytes ``(M, KQ)`` with scales ``(M,)``."""
     kind = torch.float8_e4m3fn
     return torch._scaled_mm(  # noqa: SLF001 - the versions supported have no public name for it
-        codes.view(kind), weight.data[: weight.n].view(kind).t(), scale.view(-1, 1), weight.scale.float(), bias,
-        out_dtype=out_dtype, use_fast_accum=False,
+        codes.view(kind), weight.data[: weight.n].view(kind).t(), scale.view(-1, 1),
+        weight.scale[:, : weight.n].float(), bias, out_dtype=out_dtype, use_fast_accum=False,
     )  # fmt: skip
 
 
@@ -84,31 +97,56 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
     (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), 128
     blocks = scale.dim() == 2
     bn = 128 if blocks else 256  # scales of blocks take registers, too
-    y = empty((m, n), out_dtype, codes.device)
+    y = result(m, n, out_dtype, codes.device)
     stages = (hopper.ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
     tiles = -(-n // bn) * -(-m // rows)
     launch(
         fp8_hopper, (min(tiles, device.sms),), hopper.descriptor(codes.view(torch.float8_e4m3fn), (rows, 128)), scale,
         hopper.descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
         weight.scale if bias is None else bias, y, hopper.descriptor(y, (64, 64)), m, n, -(-wide // 128),
-        BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, HAS_BIAS=bias is not None, **options(device, 4),
+        BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, ALIGNED=n % 16 == 0, HAS_BIAS=bias is not None,
+        **options(device, 4),
     )  # fmt: skip
-    return y
+    return finished(y, n, device)
 
 
 @lru_cache(maxsize=8192)
 def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""
-    own = NUMBERS if group else SUMS
+    own = NUMBERS if group else SUMS if _by_token(device, form, m, out_dtype) is None else TOKENS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
-    int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[bool(group)]
-    fits = form.zero is None and form.scale.is_floating_point and form.n % 16 == 0 and (by_row or by_block)
-    if not fits or not (int4 or form.element == "e4m3") or m <= ROWS or out_dtype.itemsize != NARROW:
+    int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
+    fp8 = form.element == "e4m3" and m > (_FEW if own == TOKENS else ROWS)
+    fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
+    if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
-    if hopper.fits(device, form.n, BLOCK):
+    if hopper.fits(device, BLOCK):
         return TWO_LEVEL
     torchs = device.arch >= _HARDWARE and out_dtype == torch.bfloat16 and bias in (None, out_dtype)
-    return SCALED if by_row and torchs else own
+    return SCALED if by_row and torchs and form.n % 16 == 0 else own
+
+
+def _by_token(device: Device, form: Form, m: int, out_dtype: torch.dtype) -> tuple[GemmProblem, Choice] | None:
+    """The product of m rows of codes in float16 by a kernel that scales sums by token, if one is exact enough.
+
+    Integer codes times scales of groups are rounded to float16, whose 11 bits are three more than sums of e4m3 need.
+    """
+    if out_dtype.itemsize != NARROW or form.element.startswith("t"):
+        return None
+    problem = float_problem(form, m, torch.float16, torch.float16)
+    choice = choose_among(device, problem, (GEMV.name,) if m <= ROWS else (GEMM_HOPPER.name,))
+    return None if choice is None else (replace(problem, out_dtype=out_dtype), choice)
+
+
+def _by_tokens(
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, static: float | None, device: Device
+) -> Tensor:
+    """The product by the way `TOKENS`."""
+    found = _by_token(device, form_of(weight), x.shape[0], out_dtype)
+    assert found is not None
+    problem, (product, config) = found
+    codes, scale = _by_row(x, columns_of(weight, problem), torch.float16, static, device)
+    return cast("Gemv | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
 
 
 def _by_row(

@@ -107,7 +107,7 @@ def linear_afp8(
             return linear_afp8(
                 x, data, scale, zero, bias, factor, n, k, bits, group, element, x_group, static_scale, out_dtype
             )
-    weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
+    weight = Weight(data, scale, zero, n, k, bits, group, element, nonempty(factor))
     return _fp8()(x, weight, bias_of(bias, n), out_dtype, x_group, static_scale)
 
 

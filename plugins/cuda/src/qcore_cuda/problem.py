@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from qcore_triton.weights import FLOAT_ZERO, INTEGER, NO_ZERO, Weight
+from qcore_triton.weights import FLOAT_ZERO, INTEGER, NO_ZERO, Weight, pitch_of
 
 FLOAT, INT8 = "float", "int8"
 """The two kinds of activations, with separate kernels and tables."""
@@ -45,10 +45,11 @@ class Form(NamedTuple):
     def weight(self) -> Weight:
         """A weight of this form, without memory."""
         data = torch.empty(self.packed, dtype=torch.uint8 if self.bits == 4 else torch.int8, device="meta")
-        scale = torch.empty((self.groups, self.n), dtype=self.scale, device="meta")
-        zero = None if self.zero is None else torch.empty((self.groups, self.n), dtype=self.zero, device="meta")
+        parameters = (self.groups, pitch_of(self.n))
+        scale = torch.empty(parameters, dtype=self.scale, device="meta")
+        zero = None if self.zero is None else torch.empty(parameters, dtype=self.zero, device="meta")
         factor = torch.empty(1, device="meta") if self.factor else None
-        units = torch.empty(self.n, device="meta") if self.units else None
+        units = torch.empty(pitch_of(self.n), device="meta") if self.units else None
         return Weight(data, scale, zero, self.n, self.k, self.bits, self.group, self.element, factor, units)
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from . import measured
+from .costs import copying
 from .measured import Record
 from .problem import GemmProblem
 from .products.base import Choice, Product
@@ -27,6 +28,12 @@ _DOUBT = 1.08
 def choose(device: Device, problem: GemmProblem) -> Choice:
     """The kernel and its configuration for a problem."""
     return next(_choices(device, problem))
+
+
+@lru_cache(maxsize=8192)
+def choose_among(device: Device, problem: GemmProblem, names: tuple[str, ...]) -> Choice | None:
+    """`choose` among kernels of some names; None if none of them supports the problem."""
+    return next((choice for choice in _choices(device, problem) if choice.product.name in names), None)
 
 
 def candidates(device: Device, problem: GemmProblem) -> list[Choice]:
@@ -72,7 +79,7 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
                 # What it was adapted to otherwise has not been measured, nor what is done as a simpler one does it.
                 if kernel.name == record.kernel and kernel.apart(device, like, config):
                     us = cost.microseconds(kernel.work(device, like, config), problem, device.sms)
-                    us *= 1.0 if like is problem else _DOUBT
+                    us = us * (1.0 if like is problem else _DOUBT) + copying(kernel.copies(problem))
                     found[choice] = min(us, found.get(choice, us))
         if found:
             return sorted(((us, choice) for choice, us in found.items()), key=lambda pair: pair[0])

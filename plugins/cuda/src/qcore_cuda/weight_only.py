@@ -14,7 +14,7 @@ from .problem import Form, GemmProblem, float_problem, form_of
 from .products.base import FloatProduct
 from .runtime import replay
 from .runtime.device import Device, device_of
-from .selection import choose
+from .selection import choose, choose_among
 
 
 class FloatPlan(NamedTuple):
@@ -51,5 +51,6 @@ def _plan(where: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype, m: 
 def forget() -> None:
     """Select kernels again from now on: something has been measured."""
     choose.cache_clear()
+    choose_among.cache_clear()
     _plan.cache_clear()
     replay.forget()

@@ -10,7 +10,8 @@ from qcore import Conv2dRequest
 from qcore.plugin_api import Packed, check_image
 
 from .geometry import column_size
-from .packing import ROWS, PackedKernel
+from .packing import PackedKernel
+from .weights import ROWS
 
 _MOST_GROUPS = 32
 """Most channel groups: they run one after another."""

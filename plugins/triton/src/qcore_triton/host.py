@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .codes import SYMMETRIC, TENSOR, TOKEN, Codes, Given, Mode, columns_of_codes, flat
 from .geometry import Geometry, power_of_two
 from .kernels import channels_last as images
 from .kernels import conv, dequant, gather, quantize, several
-from .packing import ROWS, block_size
-from .weights import INT_ZERO, Weight
+from .packing import block_size
+from .weights import INT_ZERO, ROWS, Weight, pitch_of
 
 Launch = Callable[..., object]
 Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
@@ -189,16 +190,21 @@ def _block_sums(launch: Launch, empty: Empty, q: Tensor, p: int, blocks: int, **
 
 
 def dense(
-    launch: Launch, empty: Empty, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, **options: Any
-) -> Tensor:
-    """The dequantized weight ``(N, K)``, or its elements without scales: computed in float32, rounded once."""
-    out = empty((weight.n, weight.k), dtype, weight.data.device)
+    launch: Launch, empty: Empty, weight: Weight, dtype: torch.dtype, *, scaled: bool = True, multiple: int = 1,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """The dequantized weight ``(N, K)``, or its elements without scales: computed in float32, rounded once.
+
+    ``multiple``: N and K are rounded up to it, at most 8; what lies behind them are any numbers.
+    """
+    n, k = (-(-size // multiple) * multiple for size in (weight.n, weight.k))
+    out = empty((n, k), dtype, weight.data.device)
     block = weight.block
     stored = weight.data.shape[1] if weight.bits == 4 else weight.data.shape[1] // block
     blocks = -(-weight.k // block)
     launch(
         dequant.dequantize, (-(-weight.n // ROWS), blocks), weight.data, weight.scale,
-        weight.scale if weight.zero is None else weight.zero, _factor(weight), out, weight.n, weight.k, stored,
+        weight.scale if weight.zero is None else weight.zero, _factor(weight), out, n, k, stored,
         weight.group if weight.scale.shape[0] > 1 else blocks * block,
         BITS=weight.bits, P=block, ZERO=weight.zero_kind, SCALED=scaled, BN=ROWS, **_decoding(weight), **options,
     )  # fmt: skip
@@ -252,8 +258,8 @@ def part_of(weight: Weight, first: int, count: int) -> Weight:
 
 
 def parameters_of(parameter: Tensor, first: int, count: int) -> Tensor:
-    """The columns of ``(G, N)`` that belong to some rows of the weight."""
-    return parameter[:, first : first + count].contiguous()
+    """The columns that belong to some rows of the weight, and as many behind them as `pitch_of` says."""
+    return pad(parameter[:, first : first + count], (0, pitch_of(count) - count)).contiguous()
 
 
 def by_channel_groups(

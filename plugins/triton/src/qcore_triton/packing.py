@@ -1,7 +1,8 @@
 """How weights are packed: one layout per element type, shared by GEMV, GEMM, row gathers and convolutions.
 
-`scale` and `zero` stay as they are in a PLAIN `qcore.QTensor`, ``(G, N)``; scales in e4m3 are the same bytes as int8,
-which every device can read, and their global scale becomes a `Weight.factor`. N is rounded up to 16.
+`scale` and `zero` are those of a PLAIN `qcore.QTensor`, ``(G, N)``; scales in e4m3 are the same bytes as int8, which
+every device can read, and their global scale becomes a `Weight.factor`. N is rounded up to 16 everywhere: behind N,
+parameters are 0.
 
 **planar16** (int4): uint8 ``(N/16, K/P, 16, P/2)``, K rounded up to P. Byte i of a block of row n holds unsigned codes
 ``u = q + 8``: column i' of the block in the low nibble, column P/2 + i' in the high one, where, with V = P/32,
@@ -33,10 +34,8 @@ from torch.nn.functional import pad
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight, has_values
 
-from .weights import INTEGER, Weight, nonempty
+from .weights import INTEGER, ROWS, Weight, nonempty, pitch_of
 
-ROWS = 16
-"""Rows are packed this many at a time."""
 _PLANAR = 4
 """Dimensions of planar16."""
 _BLOCKS = (128, 64, 32)
@@ -109,23 +108,24 @@ def packing_name(format: Format, *, sums: bool = False, units: bool = False, hal
 def pack(weight: QTensor, *, sums: bool = False, units: bool = False, half: bool = False) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if the weight has one, ``zero``; of a global scale ``factor`` and itself.
 
-    ``sums``: also int32 ``(G, N)``, the sum over each group of ``q - zero`` (of q if the zero point is not an
+    Parameters have `pitch_of` N columns, those behind N are 0: so rows of them begin on 16 bytes.
+    ``sums``: also int32, the sum over each group of ``q - zero`` (of q if the zero point is not an
     integer), which corrects for a zero point of activations; ``units``: also `units_of` the scales; ``half``: scales
     brought into float16 by a power of two, and ``factor``, which takes it back; empty if that is impossible.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     kind, whole = weight.format.scale, weight.global_scale
-    scale = weight.scale.contiguous()
-    if weight.format.group_size == HALF_BLOCK and scale.shape[0] > 1:
-        scale = pad(scale.view(torch.uint8), (0, 0, 0, scale.shape[0] % 2)).view(scale.dtype)
+    groups = weight.scale.shape[0]
+    more = groups % 2 if weight.format.group_size == HALF_BLOCK and groups > 1 else 0
+    scale = _parameters(weight.scale, more)
     packed = {"data": _pack_data(weight), "scale": scale.view(torch.int8) if kind.has_global else scale}
     if whole is not None:
         packed["global_scale"] = whole.contiguous()
         packed["factor"] = (whole if kind is ScaleType.E4M3 else 1.0 / whole).reshape(1).contiguous()
     if zero is not None:
-        packed["zero"] = zero.contiguous()
+        packed["zero"] = _parameters(zero)
     if sums:
-        packed["sums"] = group_sums(weight)
+        packed["sums"] = _parameters(group_sums(weight))
     if units:
         packed["units"] = units_of(packed["scale"])
     if half:
@@ -145,15 +145,25 @@ def unpack(packed: Packed, format: Format, n: int, k: int) -> QTensor:
         for i, chunk in chunks
     ]
     zero = packed.get("zero")
-    if zero is not None and format.zero is ZeroPoint.INT:
-        zero = format.codec.encode_zero(zero)
+    if zero is not None:
+        zero = zero[:, :n].contiguous()
+        zero = format.codec.encode_zero(zero) if format.zero is ZeroPoint.INT else zero
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
-    scale = packed["scale"][: format.groups(k)]
+    scale = packed["scale"][: format.groups(k), :n].contiguous()
     if format.scale.has_global:
         scale = scale.view(torch.float8_e4m3fn)
     elif (factor := nonempty(packed.get("factor"))) is not None:
         scale = (scale.float() * factor).to(scale.dtype)
     return QTensor(data, scale, zero, (n, k), format, global_scale=packed.get("global_scale"))
+
+
+def _parameters(each: Tensor, more: int = 0) -> Tensor:
+    """Parameters ``(G, N)`` with `pitch_of` N columns and as many ``more`` rows, 0."""
+    n = each.shape[1]
+    if not more and pitch_of(n) == n:
+        return each.contiguous()
+    raw = each.view(torch.uint8) if each.element_size() == 1 else each
+    return pad(raw, (0, pitch_of(n) - n, 0, more)).view(each.dtype)
 
 
 def weight_of(packed: Packed, format: Format, n: int, k: int) -> Weight:

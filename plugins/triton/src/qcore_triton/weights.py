@@ -18,6 +18,15 @@ INTEGER = "int"
 """The `Weight.element` of signed integers."""
 
 
+ROWS = 16
+"""Rows of a weight are packed this many at a time, and their parameters, too."""
+
+
+def pitch_of(n: int) -> int:
+    """The columns that scales, zero points and sums of codes of n rows have when packed: n rounded up to `ROWS`."""
+    return -(-n // ROWS) * ROWS
+
+
 def check_devices(x: Tensor, data: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """Raise `FormatError` unless x, a packed weight's ``data`` and the ``others`` of a call are on one device.
 
@@ -55,11 +64,11 @@ def zero_kind(zero: Tensor | None) -> int:
 class Weight(NamedTuple):
     """A weight ``(n, k)`` packed as described in `packing`.
 
-    **Fields:** ``data``; ``scale``: ``(G, n)``, float32, bfloat16 or float16; ``zero``: None, or ``(G, n)``: int8 is
-    subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8, of a stored code; ``group``:
-    codes along k that share a scale, k per channel; ``element``: what codes decode to, see `packing.element_text`;
-    ``factor``: float32 ``(1,)`` that all results are multiplied with, or None; ``units``: see `packing.units_of`, or
-    None. A scale may also be uint8, which is e8m0, or int8, the bits of e4m3.
+    **Fields:** ``data``; ``scale``: ``(G, pitch_of(n))``, float32, bfloat16 or float16; ``zero``: None, or as many:
+    int8 is subtracted from the codes, the scale's dtype is added to ``q * s``; ``bits``: 4 or 8, of a stored code;
+    ``group``: codes along k that share a scale, k per channel; ``element``: what codes decode to, see
+    `packing.element_text`; ``factor``: float32 ``(1,)`` that all results are multiplied with, or None; ``units``:
+    see `packing.units_of`, or None. A scale may also be uint8, which is e8m0, or int8, the bits of e4m3.
     """
 
     data: Tensor

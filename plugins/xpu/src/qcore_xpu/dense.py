@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from qcore.plugin_api import float_conv2d
 from qcore_triton import host
 from qcore_triton.geometry import Geometry
-from qcore_triton.packing import ROWS
-from qcore_triton.weights import Weight
+from qcore_triton.weights import ROWS, Weight
 
 from .biases import split
 from .device import empty, exact, launch

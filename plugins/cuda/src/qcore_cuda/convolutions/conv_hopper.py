@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcore_triton.kernels.conv import column_scales, pixel_extents
 
+from ..products.aligned import finished, result
 from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
@@ -42,7 +43,7 @@ class ConvHopper(Convolution[Box]):
         All of x has one scale, or each column has a symmetric one and x can be encoded on the way.
         """
         fits = call.x.shape[1] % 128 == 0 and call.geometry.stride == (1, 1) and call.result.dtype.itemsize <= 2
-        supported = call.per_channel and fits and hopper.fits(device, call.weight.n, 128)
+        supported = call.per_channel and fits and hopper.fits(device, 128)
         return supported and (call.one_scale or _encodes(call))
 
     def candidates(self, device: Device, call: ConvCall) -> Iterator[Box]:
@@ -60,7 +61,8 @@ class ConvHopper(Convolution[Box]):
         box, bn, encode = *config, call.activation.scale is None
         x = call.x.movedim(1, -1) if encode else image_codes(call.x, call.geometry, call.activation, device)
         batch, height, width, channels = x.shape
-        y = torch.empty((batch, *size, n), dtype=call.result.dtype, device=x.device)
+        y = result(batch * size[0] * size[1], n, call.result.dtype, x.device)
+        wide = y.shape[1]
         top, left = call.geometry.padding if encode else (0, 0)  # codes come with their border
         kernel = call.geometry.kernel
         window = (kernel[1], kernel[0] * kernel[1], *call.geometry.dilation, top, left)
@@ -73,9 +75,9 @@ class ConvHopper(Convolution[Box]):
         data = weight.data
         w = TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [bn, 128], layout(128, 8, 2))
         each = y.element_size()
-        tiles = TensorDescriptor(
-            y, [batch, *size, n], list(y.stride()), [*half, piece], layout(min(128, piece * each), each * 8, 4)
-        )
+        pitches = [size[0] * size[1] * wide, size[1] * wide, wide, 1]
+        swizzle = layout(min(128, piece * each), each * 8, 4)
+        tiles = TensorDescriptor(y, [batch, *size, wide], pitches, [*half, piece], swizzle)
         count = [-(-total // part) for total, part in zip((batch, *size), box, strict=True)]
         columns = -(-n // bn)
         numbers = (1.0, 0.0) if encode else (float(call.activation.scale or 1.0), float(call.activation.zero))
@@ -84,9 +86,10 @@ class ConvHopper(Convolution[Box]):
             images, w, weight.scale, weight.scale if encode else call.sums, *scales, y if bias is None else bias, y,
             tiles, *numbers, *call.result.numbers, batch, *size, n, channels // 128, *count[1:], columns, *window,
             SHAPE=box, BN=bn, STAGES=_stages(bn, piece * each, encode=encode), XS=_BOXES, CODES=_CODES, ENCODE=encode,
-            HAS_BIAS=bias is not None, OUT=0 if call.result.scale is None else 1, **options(device, 4),
+            ALIGNED=n % 16 == 0, HAS_BIAS=bias is not None, OUT=0 if call.result.scale is None else 1,
+            **options(device, 4),
         )  # fmt: skip
-        return y.view(-1, n)
+        return finished(y, n, device)
 
 
 def _encodes(call: ConvCall) -> bool:

@@ -34,7 +34,7 @@ class Many(NamedTuple):
 def serves(device: Device, problem: GroupedProblem) -> bool:
     """As `gemm_hopper`; int8 activations meet weights that are exact, so their scales come after the whole sum."""
     gemm = problem.gemm
-    if not gemm.narrow or gemm.out_dtype.itemsize != 2 or not hopper.fits(device, gemm.n, 128):
+    if not gemm.narrow or gemm.out_dtype.itemsize != 2 or gemm.n % 8 or not hopper.fits(device, 128):
         return False
     return parameter_rows(gemm) > 0 and (problem.scaled or (gemm.one_group and gemm.zero != FLOAT_ZERO))
 
@@ -62,7 +62,7 @@ def multiply(
         w = descriptor(data.view(torch.int32).view(e * data.shape[1], -1), (4, 256), swizzled=False)
     else:
         w = descriptor(data.view(torch.int16).view(e * data.shape[1], -1), (rows, 32))
-    flat = (e * scale.shape[1], n)
+    flat = (-1, scale.shape[2])
     launch(
         grouped_hopper, (min(device.sms, row_tiles * -(-n // 128)),), descriptor(x, (bm, 64)), w,
         descriptor(scale.view(flat), (each, 2 * rows), swizzled=False) if scaled else scale,

@@ -55,7 +55,7 @@ def run(
     elif not gemm.narrow:
         x = split(x, columns_of(first, gemm), device, arranged=rows)
     else:
-        x = aligned(x, first, gemm)
+        x = aligned(x, first, device, gemm)
         x = arranged(x, device) if rows else x
     if isinstance(config, Tile):
         return tiles.multiply(x, scale, experts, bias, offsets, device, problem, config)

@@ -90,11 +90,12 @@ def weights(at, lane, u: tl.constexpr, i: tl.constexpr, R: tl.constexpr, BYTES: 
 
 
 @triton.jit
-def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
+def copy_parameters(to, scale, zero, lane, first, live, rows, line, KB, each, R: tl.constexpr, U: tl.constexpr,
                     ZERO: tl.constexpr):  # fmt: skip
     """Begin to copy the scales of R row blocks, of the groups of U blocks, and behind them, if ZERO, zero points.
 
-    A lane copies those of 16 rows and one block. live: whether any warp will read this stage.
+    A lane copies those of 16 rows and one block. line: parameters of a group, a multiple of 16; live: whether any warp
+    will read this stage.
     """
     SB: tl.constexpr = scale.dtype.element_ty.primitive_bitwidth // 8
     ZB: tl.constexpr = zero.dtype.element_ty.primitive_bitwidth // 8 if ZERO else 0
@@ -102,8 +103,8 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
     for q in tl.static_range((U * R + 31) // 32):
         c = q * 32 + lane
         wanted = ((c < U * R) & live).to(tl.int32)
-        row = tl.minimum(rows + c % R * 16, N - 16)
-        at = group_of(first + c // R, KB, each).to(tl.int64) * N + row
+        row = tl.minimum(rows + c % R * 16, line - 16)
+        at = group_of(first + c // R, KB, each).to(tl.int64) * line + row
         for j in tl.static_range(SB):
             pipeline.copy(to + (c * SB + j) * 16, scale.to(tl.int64, bitcast=True) + at * SB + j * 16, size, wanted, 16)
         for j in tl.static_range(ZB):
@@ -112,16 +113,16 @@ def copy_parameters(to, scale, zero, lane, first, live, rows, N, KB, each, R: tl
 
 
 @triton.jit
-def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, N, KB, each, R: tl.constexpr, U: tl.constexpr,
-               BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr, RINGED: tl.constexpr,
-               ZERO: tl.constexpr, G: tl.constexpr = 1, FILL: tl.constexpr = False):  # fmt: skip
+def copy_stage(to, at, lane, first, live, tiles, step, scale, zero, rows, line, KB, each, R: tl.constexpr,
+               U: tl.constexpr, BYTES: tl.constexpr, NEXT: tl.constexpr, PAIRS: tl.constexpr, AFTER: tl.constexpr,
+               RINGED: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr = 1, FILL: tl.constexpr = False):  # fmt: skip
     """Begin to copy a stage's weights and, if RINGED, its scales and zero points, AFTER bytes behind them.
 
     G: groups in a block, if it has several; FILL: see `copy_weights`.
     """
     copy_weights(to, at, lane, first, tiles, step, KB, R, U, BYTES, NEXT, PAIRS, FILL)
     if RINGED:
-        copy_parameters(to + AFTER, scale, zero, lane, first * G, live, rows, N, KB * G, each, R, U * G, ZERO)
+        copy_parameters(to + AFTER, scale, zero, lane, first * G, live, rows, line, KB * G, each, R, U * G, ZERO)
 
 
 @triton.jit

@@ -306,6 +306,7 @@ def convolve(
     XS: gl.constexpr,
     CODES: gl.constexpr,
     ENCODE: gl.constexpr,
+    ALIGNED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     OUT: gl.constexpr,
     PDL: gl.constexpr,
@@ -314,9 +315,11 @@ def convolve(
 
     x: descriptor of ``(B, H, W, 128 * per_tap)``, block ``(*SHAPE, 128)``: codes, all of one scale and zero point, with
     the border of the image; or values, if ENCODE, with ``x_scales`` and ``inverse`` of `conv.column_scales`. w: of
-    rows16, ``(BN, 128)``. y_tiles: half of SHAPE, and 64 (or BN, if less) channels.
+    rows16, ``(BN, 128)``. y_tiles: half of SHAPE, and 64 (or BN, if less) channels. ALIGNED: N is a multiple
+    of 16.
     """  # noqa: D403 - y is a name
-    N = N // 16 * 16  # tells the compiler
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
     codes: gl.constexpr = w.layout
     BM: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2]
     # 1. Shared memory: rings of the weight and of boxes of x; for each multiplying group two buffers of results.

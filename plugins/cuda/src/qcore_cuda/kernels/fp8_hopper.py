@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qcore_triton.kernels.elements import pitch_of
 from qcore_triton.kernels.int8_common import tile_order
 
 from .hopper import advance, leave, ring
@@ -93,7 +94,7 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         acc1 = acc0
         for i in range(blocks):
             sx = gl.load(x_scale + (i * M + rm if BLOCKS else rm), mask=rm < M, other=0.0)
-            at = scale + i * N if BLOCKS else scale
+            at = scale + i * pitch_of(N) if BLOCKS else scale
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
             acc0 = _step(acc0, x, ws.index(slot).slice(0, WIDTH), sx, at, rn, N, BLOCKS, LAYOUT)
@@ -121,15 +122,17 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
 
 @gluon.jit(do_not_specialize=["M", "N", "blocks"])
 def fp8_hopper(x, x_scale, w, scale, bias, y, y_tiles, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr,
-               STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr,
-               PDL: gl.constexpr):  # fmt: skip
+               STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCKS: gl.constexpr, ALIGNED: gl.constexpr,
+               HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """y ``(M, N)``, ``blocks`` steps of 128 along K; BLOCKS: each of them has scales of its own.
 
-    x, w, y_tiles: descriptors with blocks ``(BM, 128)``, ``(BN, 128)`` and ``(64, 64)``. N is a multiple of 16.
+    x, w, y_tiles: descriptors with blocks ``(BM, 128)``, ``(BN, 128)`` and ``(64, 64)``. ALIGNED: N is a
+    multiple of 16.
     """  # noqa: D403 - y is a name
     if PDL:
         gdc_launch_dependents()
-    N = N // 16 * 16  # tells the compiler
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, BN, 128], w.layout)
     y0 = gl.allocate_shared_memory(y.dtype.element_ty, [2] + y_tiles.block_shape, y_tiles.layout)

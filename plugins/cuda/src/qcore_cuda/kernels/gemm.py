@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of
+from qcore_triton.kernels.elements import factor_of, pitch_of
 from qcore_triton.kernels.order import position_of
 
 from .parts import add_parts, part_at, put, zeros_like
@@ -126,8 +126,11 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
     # The tensor cores truncate sums, which shows in long ones if the result is float32.
     APART: tl.constexpr = SCALES == 0 or TERMS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
-    scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * N + rn[:, None] if EACH else first // PER * N + rn
-    zeros = (first * U + block if EACH else first // PER) * N + tl.minimum(row, N - 1) if FOLDED else scales
+    line = pitch_of(N)
+    scales = first // PER * line + rn
+    if EACH:
+        scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * line + rn[:, None]
+    zeros = (first * U + block if EACH else first // PER) * line + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
@@ -147,7 +150,7 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
                 if ZERO == 2:
                     z = load_raw(zp, ASM)
             left -= 1
-            move = tl.where((left == 0) & (b + 1 < last), U * G * N if EACH else N, 0)
+            move = tl.where((left == 0) & (b + 1 < last), U * G * line if EACH else line, 0)
             left = tl.where(left == 0, PER, left)
             sp += move
             zp += move

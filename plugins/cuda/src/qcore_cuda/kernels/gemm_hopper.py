@@ -246,7 +246,7 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
 
 @gluon.jit
 def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
-           BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
+           BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
@@ -254,10 +254,12 @@ def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.con
     if not SCALED:
         acc *= scale_value(gl.load(scale + n), scale.dtype.element_ty)[:, None]
     if ZERO == UNITS:
-        m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         # The inverse of a power of two: its exponent is 254 less the other one.
         unit = (254 << 23) - gl.load(factor + n).to(gl.int32, bitcast=True)
-        acc = acc * unit.to(gl.float32, bitcast=True)[:, None] * gl.load(tokens + m, mask=m < M, other=0.0)[None, :]
+        acc *= unit.to(gl.float32, bitcast=True)[:, None]
+    if TOKENS:
+        m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        acc *= gl.load(tokens + m, mask=m < M, other=0.0)[None, :]
     if FACTOR:
         acc *= gl.load(factor)
     if BIAS:
@@ -280,7 +282,7 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
              BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
              GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
              PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
+             TOKENS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -293,7 +295,7 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
     at = 0
     turn = 0
     slot = 0
-    if PDL and ZERO == UNITS:  # the previous kernel computes what the epilogue scales tokens by
+    if PDL and TOKENS:  # the previous kernel computes what the epilogue scales tokens by
         gdc_wait()
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
@@ -322,7 +324,7 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
             _leave(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED, FACTOR,
-                   BIAS, PIECES, ZERO)  # fmt: skip
+                   BIAS, PIECES, ZERO, TOKENS)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
@@ -332,7 +334,7 @@ def gemm_hopper(
     x, w, scale, zero, factor, bias, tokens, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
-    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
+    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
@@ -341,8 +343,8 @@ def gemm_hopper(
     of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED:
     these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per
     row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of float32 ``(1, N)``,
-    powers of two that the scales of a row are multiplied by, and the sum divided by: x are codes then, scaled by
-    tokens ``(M,)``, and factor holds the same powers.
+    powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
+    TOKENS: x are codes, scaled by tokens, float32 ``(M,)``.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -375,10 +377,10 @@ def gemm_hopper(
     gl.warp_specialize([
         (_consume, (y, scale, factor, bias, tokens, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves,
                     share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
-                    FACTOR, PDL)),
+                    FACTOR, TOKENS, PDL)),
         (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
                     share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
-                    FACTOR, PDL)),
+                    FACTOR, TOKENS, PDL)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of, scale_value
+from qcore_triton.kernels.elements import factor_of, pitch_of, scale_value
 
 from . import smem_pipeline as pipeline
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
@@ -30,17 +30,21 @@ from .warp import codes8, mma, spread, table4, table8, taken_of
 
 
 @triton.jit
-def _copy_x(to, x, lane, first, live, M, KB, stride, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
-    """Begin to copy XR rows of x, U blocks of each, 16 bytes at a time; eight rows meet no bank of memory twice."""
+def _copy_x(to, x, lane, first, live, M, K, stride, XR: tl.constexpr, U: tl.constexpr, P: tl.constexpr):
+    """Begin to copy XR rows of x, U blocks of each, 16 bytes at a time; eight rows meet no bank of memory twice.
+
+    Behind K columns there are zeros.
+    """
     C: tl.constexpr = U * P // 8  # chunks of a row
     MASK: tl.constexpr = min(8, C) - 1
     for q in tl.static_range((XR * C + 31) // 32):
         c = q * 32 + lane
         token = c // C
         k = c % C
-        inside = (token < M) & (first * P + k * 8 < KB * P)
+        left = tl.where(token < M, tl.minimum(K - (first * P + k * 8), 8), 0)
+        inside = left > 0
         at = x + (token * tl.cast(stride, tl.int64) + (first * P + k * 8))
-        size = tl.where(inside, 16, 0)
+        size = tl.maximum(left, 0) * 2
         at = tl.where(inside, at.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True))
         wanted = ((c < XR * C) & live).to(tl.int32)
         pipeline.copy(to + (token * C + (k ^ (token & MASK))) * 16, at, size, wanted, 16)
@@ -167,19 +171,19 @@ def _sums(x, zero, c, NB: tl.constexpr, P: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def _loaded(pointer, row, group, N, i: tl.constexpr):
-    """Zero points, in float32, int8 as int32, of rows r and r + 8 of row block i, from memory."""
+def _loaded(pointer, row, group, line, i: tl.constexpr):
+    """Zero points, in float32, int8 as int32, of rows r and r + 8 of row block i, from memory in lines of a group."""
     DTYPE: tl.constexpr = tl.int32 if pointer.dtype.element_ty == tl.int8 else tl.float32
-    at0 = group * N + tl.minimum(row + 16 * i, N - 1)
-    at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
+    at0 = group * line + tl.minimum(row + 16 * i, line - 1)
+    at8 = group * line + tl.minimum(row + 16 * i + 8, line - 1)
     return tl.load(pointer + at0).to(DTYPE), tl.load(pointer + at8).to(DTYPE)
 
 
 @triton.jit
-def _scales(pointer, row, group, N, i: tl.constexpr):
-    """Scales in float32 of rows r and r + 8 of row block i, from memory."""
-    at0 = group * N + tl.minimum(row + 16 * i, N - 1)
-    at8 = group * N + tl.minimum(row + 16 * i + 8, N - 1)
+def _scales(pointer, row, group, line, i: tl.constexpr):
+    """Scales in float32 of rows r and r + 8 of row block i, from memory in lines of a group."""
+    at0 = group * line + tl.minimum(row + 16 * i, line - 1)
+    at8 = group * line + tl.minimum(row + 16 * i + 8, line - 1)
     S: tl.constexpr = pointer.dtype.element_ty
     return scale_value(tl.load(pointer + at0), S), scale_value(tl.load(pointer + at8), S)
 
@@ -234,7 +238,7 @@ def _of_block(acc, i: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB, PER, stride, pitch,
+def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, KB, PER, stride, pitch,
               ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
               BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ROW_SCALES: tl.constexpr,
               ONE_GROUP: tl.constexpr, NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
@@ -273,6 +277,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     # 2. Addresses. Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
     each = 1.0 / PER
+    line = pitch_of(N)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
@@ -285,14 +290,14 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
         copy_stage(
-            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
+            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, line, KB,
+            each, R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
     if PDL:
         gdc_wait()
     for s in tl.static_range(STAGES - 1):
         ahead = first + s * (U * NW)
-        _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
+        _copy_x(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, K, stride, XR, U, P)
         pipeline.commit(thread)
 
     # 4. Accumulators, while the copies are in flight: four floats per lane for each of R row blocks and NB blocks of 8
@@ -311,7 +316,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
     of_all = ()
     if ONE_GROUP and ZERO:
         for i in tl.static_range(R):
-            of_all = of_all + (_loaded(zero, row, 0, N, i),)
+            of_all = of_all + (_loaded(zero, row, 0, line, i),)
     # The next kernel may be scheduled: early, or (LATE) when this one has read everything.
     if PDL and not LATE:
         gdc_launch_dependents()
@@ -329,10 +334,10 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
         ahead = first + (STAGES - 1) * (U * NW)
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
-            to, at, lane, ahead, live, tiles, step, scale, zero, rows, N, KB, each,
+            to, at, lane, ahead, live, tiles, step, scale, zero, rows, line, KB, each,
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
-        _copy_x(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
+        _copy_x(to + W_BYTES, x, lane, ahead, live, M, K, stride, XR, U, P)
         pipeline.commit(thread)
         at += U * NW * NEXT
 
@@ -364,7 +369,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
                     elif RINGED:
                         points = pair(here + (W_BYTES + X_BYTES + S_BYTES), lane, u, i, R, POINT)
                     else:
-                        points = _loaded(zero, row, group, N, i)
+                        points = _loaded(zero, row, group, line, i)
                 if HALVES:
                     # 6c. The low nibbles are one group, the high ones the next.
                     plain0 = _planes(w0, ELEMENT, V, BF16)
@@ -377,7 +382,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
                             d = _scaled(d, part, sums, _values(raw, SCALE), points, NB, 0)
                         else:
                             at_group = group_of(2 * (first + u) + h, 2 * KB, each)
-                            d = _scaled(d, part, sums, _scales(scale, row, at_group, N, i), points, NB, 0)
+                            d = _scaled(d, part, sums, _scales(scale, row, at_group, line, i), points, NB, 0)
                 elif BITS == 4 and ELEMENT != "int":
                     plain0 = _planes(w0, ELEMENT, V, BF16)
                     plain8 = _planes(w8, ELEMENT, V, BF16)
@@ -394,7 +399,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
                     scales = _values(pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE), SCALE)
                     d = _scaled(before, d, sums, scales, points, NB, AFTER)
                 elif not ONE_GROUP and not HALVES:
-                    d = _scaled(before, d, sums, _scales(scale, row, group, N, i), points, NB, AFTER)
+                    d = _scaled(before, d, sums, _scales(scale, row, group, line, i), points, NB, AFTER)
                 now = now + d
             acc = now
             if ONE_GROUP:
@@ -404,7 +409,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
     if ONE_GROUP:
         now = ()
         for i in tl.static_range(R):
-            scales = _scales(scale, row, 0, N, i)
+            scales = _scales(scale, row, 0, line, i)
             points = of_all[i] if ZERO else (whole, whole)
             now = now + _scaled(empty, _of_block(acc, i, NB), total, scales, points, NB, AFTER)
         acc = now
@@ -431,21 +436,22 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, NP, KB,
             tl.store(y + token * tl.cast(N, tl.int64) + out_row, part.to(y.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "stride", "pitch"])
-def gemv(x, w, scale, zero, factor, bias, y, M, N, NP, KB, PER, stride, pitch,
-         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr,
-         BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "N", "K", "NP", "KB", "PER", "stride", "pitch"])
+def gemv(x, w, scale, zero, factor, bias, tokens, y, M, N, K, NP, KB, PER, stride, pitch,
+         ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr,
+         ZERO: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
          BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
          DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
 
-    x: 16-bit floats, rows ``stride`` values apart, on 16 bytes, zero from K to ``KB * P``; w: planar16 or rows16 (rows
+    x: 16-bit floats, rows ``stride`` values apart, on 16 bytes; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
     instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none,
-    1 integer, 2 float zero points; XR: 1, or 8 * NB; ALIGNED: N is a multiple of 16. A program takes R * 16 rows of
-    W; each of its NW warps takes U blocks of K at a time.
+    1 integer, 2 float zero points; TOKENS: sums are multiplied by tokens, float32 (M,); XR: 1, or 8 * NB; ALIGNED:
+    scales and zero points begin on 16 bytes. A program takes R * 16 rows of W; each of its NW warps takes U blocks of K
+    at a time.
     """
-    some_rows(x, w, scale, zero, factor, bias, bias, y, tl.program_id(0) * (16 * R), M, N, NP, KB, PER, stride, pitch,
-              ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, False, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16, ALIGNED,
-              RING, DYNAMIC, LATE, PDL)  # fmt: skip
+    some_rows(x, w, scale, zero, factor, bias, tokens, y, tl.program_id(0) * (16 * R), M, N, K, NP, KB, PER, stride,
+              pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, TOKENS, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16,
+              ALIGNED, RING, DYNAMIC, LATE, PDL)  # fmt: skip

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import scale_value
+from qcore_triton.kernels.elements import pitch_of, scale_value
 from qcore_triton.kernels.int8_common import tile_order
 
 from .gemm_hopper import blocks, first_half
@@ -118,16 +118,17 @@ def _leave(acc, y, result, scale, factor, bias, row_scale, ys, expert, m0, end, 
     """A group's sums of a tile, scaled and rounded, on their way to y: a descriptor; result: the pointer to it."""
     BM: gl.constexpr = acc.shape[1]
     PIECE: gl.constexpr = BM // PIECES
-    n = expert.to(gl.int64) * N + gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
+    n = gl.minimum(n0 + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), N - 1)
+    own = expert.to(gl.int64)
     if not SCALED:
-        acc *= scale_value(gl.load(scale + n), scale.dtype.element_ty)[:, None]
+        acc *= scale_value(gl.load(scale + own * pitch_of(N) + n), scale.dtype.element_ty)[:, None]
     if FACTOR:
         acc *= gl.load(factor + expert)
     if ROW_SCALES:
         m = gl.minimum(m0 + gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout)), end - 1)
         acc *= gl.load(row_scale + m)[None, :]
     if BIAS:
-        acc += gl.load(bias + n).to(gl.float32)[:, None]
+        acc += gl.load(bias + own * N + n).to(gl.float32)[:, None]
     first = acc.to(y.dtype)
     second = first
     if PIECES == 2:
@@ -201,9 +202,10 @@ def grouped_hopper(
     """As `kernels.grouped.grouped_tiles`, with the list of `list_tiles`.
 
     x, w, scale, zero, y: descriptors as for `gemm_hopper`, those of the weight with rows of all experts: NP of the
-    weight, ``groups`` of parameters each; ``factor``: float32 (E,) if FACTOR; ``result``: y as a pointer.
+    weight, ``groups`` of parameters each; ``factor``: float32 (E,) if FACTOR; ``result``: y as a pointer. N is a
+    multiple of 8.
     """
-    N = N // 16 * 16  # tells the compiler
+    N = N // 8 * 8  # tells the compiler
     if PDL:
         gdc_launch_dependents()
     SLOTS: gl.constexpr = (STAGES + 1) // 2

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qcore_triton.kernels.elements import pitch_of
 from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
 from qcore_triton.kernels.order import position_of
 from qcore_triton.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
@@ -143,10 +144,10 @@ def _sums(x, zero, c, NB: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _pair(values, row, group, N):
-    """The values of rows r and r + 8."""
-    at = group.to(tl.int64) * N
-    return tl.load(values + at + tl.minimum(row, N - 1)), tl.load(values + at + tl.minimum(row + 8, N - 1))
+def _pair(values, row, group, line):
+    """The values of rows r and r + 8, in lines of a group."""
+    at = group.to(tl.int64) * line
+    return tl.load(values + at + tl.minimum(row, line - 1)), tl.load(values + at + tl.minimum(row + 8, line - 1))
 
 
 @triton.jit(
@@ -200,6 +201,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     each = 1.0 / PER
+    line = pitch_of(N)
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
@@ -211,8 +213,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
         copy_stage(
-            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, N, KB, each,
-            R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
+            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, line, KB,
+            each, R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
         )  # fmt: skip
         if FUSED:
             pipeline.commit(thread)
@@ -264,7 +266,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ahead = first + (STAGES - 1) * (U * NW)
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
-            to, at, lane, ahead, live, tiles, step, scale, zero, rows, N, KB, each,
+            to, at, lane, ahead, live, tiles, step, scale, zero, rows, line, KB, each,
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
         )  # fmt: skip
         if FUSED:
@@ -307,19 +309,19 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     if RINGED:
                         s0, s8 = pair(at_scale, lane, u, i, R, SCALE)
                     else:
-                        s0, s8 = _pair(scale, row + 16 * i, group, N)
+                        s0, s8 = _pair(scale, row + 16 * i, group, line)
                     s0 = s0.to(tl.float32)
                     s8 = s8.to(tl.float32)
                     if WZERO:
                         if RINGED:
                             z0, z8 = pair(at_scale + S_BYTES, lane, u, i, R, POINT)
                         else:
-                            z0, z8 = _pair(zero, row + 16 * i, group, N)
+                            z0, z8 = _pair(zero, row + 16 * i, group, line)
                     if XZERO:
                         # 6d. The correction by x's zero point: once per group, scale times the sum of the group's
                         #     codes; only the warp that has the group's first block adds it.
                         k0, k8 = correction[i]
-                        t0, t8 = _pair(sums, row + 16 * i, group, N)
+                        t0, t8 = _pair(sums, row + 16 * i, group, line)
                         begins = (first + u < KB) & ((first + u) == group * PER)
                         k0 += tl.where(begins, t0.to(tl.float32) * s0, 0.0)
                         k8 += tl.where(begins, t8.to(tl.float32) * s8, 0.0)

@@ -134,15 +134,16 @@ def _multiply(
 def int8_hopper(
     x, x_scale, x_zero, w, scale, sums, bias, y, y_tiles, out_scale, out_zero, M, N, blocks,
     P: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
+    MOVED: gl.constexpr, ALIGNED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y ``(M, N)`` by tiles of BM x BN, ``blocks`` steps of P along K.
 
     x, w, y_tiles: descriptors of codes and result, blocks ``(BM, P)``, ``(BN, P)`` and ``(BM / 2, 64)`` (or BN, if
-    less). MOVED: x has zero points. Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. N is a multiple
-    of 16.
+    less). MOVED: x has zero points. Other arguments as for `int8_gemm.tiles`, numbers alone for OUT. ALIGNED: N is a
+    multiple of 16.
     """  # noqa: D403 - y is a name
-    N = N // 16 * 16  # tells the compiler
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
     # 1. Shared memory: a ring of x and w; for each multiplying group two buffers of results.
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, P], x.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, BN, P], w.layout)

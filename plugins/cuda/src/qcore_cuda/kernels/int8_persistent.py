@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qcore_triton.kernels.elements import pitch_of
 from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, ended, store, tile_order
 from qcore_triton.kernels.rounding import begin
 
@@ -120,7 +121,7 @@ def persistent(
             #    so far.
             if GROUPED:
                 d = tl.dot(xt, tl.trans(wt), out_dtype=tl.int32)
-                s2 = tl.load(scale + ((i + 1) // PER) * N + rn, mask=(rn < N) & (i + 1 < blocks), other=0.0)
+                s2 = tl.load(scale + ((i + 1) // PER) * pitch_of(N) + rn, mask=(rn < N) & (i + 1 < blocks), other=0.0)
                 acc += d.to(tl.float32) * s[None, :]
                 s = s2.to(tl.float32)
             else:

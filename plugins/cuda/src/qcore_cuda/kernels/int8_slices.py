@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qcore_triton.kernels.elements import pitch_of
 from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, chosen_nibble, finish, nibbles
 from qcore_triton.kernels.rounding import begin
 
@@ -35,7 +36,7 @@ def _parameters(
 ):
     """Scale, zero point and code sums of a block's group, each ``(S, BN)``: the scale of int4 carries the 1/16."""
     inside = (block < blocks)[:, None] & (rn < N)[None, :]
-    at = (block // PER)[:, None] * N + rn[None, :]
+    at = (block // PER)[:, None] * pitch_of(N) + rn[None, :]
     s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
     z = s
     t = s

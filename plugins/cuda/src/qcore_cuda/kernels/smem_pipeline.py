@@ -57,7 +57,7 @@ def allocate(thread, NW: tl.constexpr, BYTES: tl.constexpr, DYNAMIC: tl.constexp
 
 @triton.jit
 def copy(to, address, size, wanted, BYTES: tl.constexpr):
-    """Begin to copy ``size`` bytes (BYTES, or 0) from memory, zero-filled up to BYTES, if ``wanted`` is not 0.
+    """Begin to copy ``size`` bytes, at most BYTES, from memory, zero-filled up to BYTES, if ``wanted`` is not 0.
 
     BYTES: 4, 8 or 16; ``to`` and ``address`` are multiples of it. Copies of 16 bytes bypass the first-level cache.
     """

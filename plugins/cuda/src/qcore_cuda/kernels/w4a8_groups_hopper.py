@@ -175,17 +175,19 @@ def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, part
 @gluon.jit(do_not_specialize=["M", "N", "KB", "waves", "share", "out_scale", "out_zero"])
 def w4a8_groups_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, parts, counts, out_scale,
                        out_zero, M, N, KB, waves, share, P: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-                       BAND: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr,
-                       OUT: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                       BAND: gl.constexpr, ALIGNED: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr,
+                       HAS_BIAS: gl.constexpr, OUT: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """``y[m, n] = x_scale[m] * sum_k (x[m, k] - x_zero[m]) * W[n, k] + bias[n]``, or its codes.
 
     x, w, tiles_of_y: descriptors, of codes of x in bfloat16 with blocks (BM, 2 P), of int4 words ``(N / 16, KB * 4 P)``
     with blocks (4, 4 P), of y with blocks (BM, 64). KB: stages of two groups; scale, zero and sums are descriptors with
     blocks (2, 128), the latter two only with ZERO (INT zero points) and MOVED (x has
     zero points; sums of a group's codes). OUT, out_scale, out_zero: as for `int8_gemm.tiles`, numbers alone. BAND: as
-    GROUP of `gemm_hopper`, as SPREAD, parts and counts, with a stage for a step. N is a multiple of 16.
+    GROUP of `gemm_hopper`, as SPREAD, parts and counts, with a stage for a step. ALIGNED: N is a multiple of
+    16.
     """
-    N = N // 16 * 16  # tells the compiler
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
     # 1. Shared memory: a ring of x, words, and the parameters that apply; a result buffer for each group.
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 2 * P], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 4 * P], w.layout)

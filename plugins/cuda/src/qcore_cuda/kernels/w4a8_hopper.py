@@ -295,8 +295,8 @@ def _consume(y, tiles_of_y, x_scale, x_zero, scale, sums, bias, ys, out_scale, o
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "out_scale", "out_zero"])
 def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, out_scale, out_zero, M, N, KB, PER,
-          BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr,
-          MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, U: gl.constexpr,
+          BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ALIGNED: gl.constexpr, EACH: gl.constexpr,
+          ZERO: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, U: gl.constexpr,
           PDL: gl.constexpr):  # fmt: skip
     """``y[m, n] = x_scale[m] * sum_k (x[m, k] - x_zero[m]) * W[n, k] + bias[n]``, or its codes.
 
@@ -305,10 +305,11 @@ def w4a8_hopper(x, x_scale, x_zero, w, scale, zero, sums, bias, y, tiles_of_y, o
     PER of them share a row of scales, zero points and sums. EACH: sums of a block are scaled, and scale is a descriptor
     with blocks (1, 128); else there is one scale per row. ZERO: zero is a descriptor likewise, of whole numbers. MOVED:
     x has zero points; sums of a group's codes are described as scales are. OUT, out_scale, out_zero: as for
-    `int8_gemm.tiles`, numbers alone. U: blocks in a turn of the loop. GROUP: as for `gemm_hopper`. N is a
-    multiple of 16.
+    `int8_gemm.tiles`, numbers alone. U: blocks in a turn of the loop. GROUP: as for `gemm_hopper`. ALIGNED: N is
+    a multiple of 16.
     """
-    N = N // 16 * 16  # tells the compiler
+    if ALIGNED:
+        N = N // 16 * 16  # tells the compiler
     # 1. Shared memory: a ring of x, words, and the parameters that apply; a result buffer for each group.
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 256], w.layout)

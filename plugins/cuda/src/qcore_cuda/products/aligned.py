@@ -1,27 +1,74 @@
-"""Float activations as kernels read them: as many columns as the packed weight, rows on 16 bytes."""
+"""Matrices whose rows begin on 16 bytes: x as kernels read it, and results as descriptors store them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from qcore_triton.geometry import power_of_two
 from qcore_triton.weights import Weight
 
+from ..kernels.rows import copy_rows
 from ..problem import GemmProblem
+from ..runtime.device import Device
+from ..runtime.launch import launch, options
+from ..runtime.replay import empty
+
+_BYTES = 16
+_COLUMNS = 2048
+"""The most columns of a program that copies."""
 
 
-def aligned(x: Tensor, weight: Weight, problem: GemmProblem) -> Tensor:
+def copies_of_x(problem: GemmProblem, multiple: int) -> tuple[int, ...]:
+    """`Product.copies` if K has to be a multiple of that many columns."""
+    return (problem.rows * problem.k,) if problem.k % multiple else ()
+
+
+def copies_of_result(problem: GemmProblem) -> tuple[int, ...]:
+    """`Product.copies` for `finished`."""
+    return (problem.rows * problem.n,) if problem.n * problem.out_dtype.itemsize % _BYTES else ()
+
+
+def aligned(x: Tensor, weight: Weight, device: Device, problem: GemmProblem) -> Tensor:
     """X ``(M, K)`` with the columns of the packed weight: x itself if it is so, else a copy filled up with zeros."""
-    columns, stride = columns_of(weight, problem), x.stride()
-    if x.shape[1] == columns and stride[1] == 1 and stride[0] % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    if x.shape[1] == columns:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-    filled = x.new_zeros((x.shape[0], columns))
-    filled[:, : x.shape[1]] = x
-    return filled
+    columns = columns_of(weight, problem)
+    return x if x.shape[1] == columns and _fits_lines(x) else copied(x, columns, device)
+
+
+def on_lines(x: Tensor, weight: Weight, device: Device, problem: GemmProblem) -> Tensor:
+    """X as `aligned`, for a kernel that knows where its columns end."""
+    return x if _fits_lines(x) else copied(x, columns_of(weight, problem), device)
 
 
 def columns_of(weight: Weight, problem: GemmProblem) -> int:
     """The columns of x that the packed weight has codes for, zeros behind K included."""
     return weight.data.shape[1] * (problem.block if problem.bits == 4 else 1)
+
+
+def _fits_lines(x: Tensor) -> bool:
+    """Whether columns are contiguous and all rows begin on 16 bytes."""
+    m, k = x.shape
+    pitch = x.stride(0) if m > 1 else k
+    return x.stride(1) == 1 and pitch * x.element_size() % _BYTES == 0 and x.data_ptr() % _BYTES == 0
+
+
+def copied(x: Tensor, columns: int, device: Device) -> Tensor:
+    """``(M, columns)``, contiguous: those of x ``(M, K)`` of any strides, and zeros behind them."""
+    (m, k), block = x.shape, min(_COLUMNS, max(128, power_of_two(columns)))
+    y = empty((m, columns), x.dtype, x.device)
+    launch(copy_rows, (m, -(-columns // block)), x, y, k, columns, *x.stride(), B=block, **options(device, 4))
+    return y
+
+
+def result(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``(M, N)`` for a kernel that stores through a descriptor: with more columns if rows would not begin on 16 bytes.
+
+    `finished` has to follow.
+    """
+    each = _BYTES // dtype.itemsize
+    return empty((m, -(-n // each) * each), dtype, device)
+
+
+def finished(y: Tensor, n: int, device: Device) -> Tensor:
+    """A `result` without the columns behind n."""
+    return y if y.shape[1] == n else copied(y, n, device)

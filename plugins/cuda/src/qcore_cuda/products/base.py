@@ -44,6 +44,11 @@ class Product(ABC, Generic[C]):
     def work(self, device: Device, problem: GemmProblem, config: C) -> Work:
         """The work of a launch, for `Cost.microseconds`."""
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        """Values that each further launch copies, because rows of x or of the result do not begin on 16 bytes."""
+        del problem
+        return ()
+
     def apart(self, device: Device, problem: GemmProblem, config: C) -> bool:
         """Whether a configuration is computed in another way than a simpler one, for this problem."""
         del device, problem, config

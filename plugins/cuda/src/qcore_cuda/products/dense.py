@@ -20,16 +20,20 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch
 from ..runtime.replay import empty
+from .aligned import copied, copies_of_result, copies_of_x, finished
 from .base import FloatProduct
+
+_LINES = 8
+"""Values of 16 bits in 16 bytes."""
 
 
 class Whole(NamedTuple):
     """There is nothing to configure."""
 
 
-def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight ``(N, K)``: computed in float32, rounded once."""
-    return host.dense(launch, empty, weight, dtype, num_warps=4)
+def dequantized(weight: Weight, dtype: torch.dtype, multiple: int = 1) -> Tensor:
+    """The dequantized weight ``(N, K)``, both rounded up to a ``multiple``: computed in float32, rounded once."""
+    return host.dense(launch, empty, weight, dtype, multiple=multiple, num_warps=4)
 
 
 def product_of(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -65,11 +69,19 @@ class Dense(FloatProduct[Whole]):
         del problem, config
         return Work(device.sms, 1)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_x(problem, _LINES) + copies_of_result(problem)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Whole
     ) -> Tensor:
-        del device, config
-        return product_of(x, dequantized(weight, x.dtype), bias, problem.out_dtype)
+        del config
+        n, w = problem.n, dequantized(weight, x.dtype, _LINES)
+        more = len(w) - n
+        # The library's products take several times as long if rows do not begin on 16 bytes.
+        x = x if w.shape[1] == x.shape[1] else copied(x, w.shape[1], device)
+        bias = F.pad(bias, (0, more)) if bias is not None and more else bias
+        return finished(product_of(x, w, bias, problem.out_dtype), n, device)
 
 
 def _alone(problem: GemmProblem) -> bool:

@@ -19,7 +19,7 @@ from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import spread
-from .aligned import aligned
+from .aligned import aligned, copies_of_x
 from .base import Choice, FloatProduct, decoding
 
 
@@ -91,10 +91,13 @@ class Gemm(FloatProduct[Tile]):
         tiles = -(-problem.n // config.bn) * -(-problem.rows // config.bm)
         return Work(tiles * config.split, problem.k / (128 * config.split))
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_x(problem, problem.block)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
     ) -> Tensor:
-        x = aligned(x, weight, problem)
+        x = aligned(x, weight, device, problem)
         if reads_rows(problem):
             x = arranged(x, device)
         return multiply(x, x.shape[0], weight, bias, device, problem, config)

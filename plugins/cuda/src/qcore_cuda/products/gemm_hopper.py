@@ -19,7 +19,7 @@ from ..runtime.hopper import descriptor, int4_words, room_for
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
-from .aligned import aligned
+from .aligned import copies_of_result, copies_of_x, finished, on_lines, result
 from .base import FloatProduct, decoding
 
 _STAGES = {
@@ -81,7 +81,7 @@ class GemmHopper(FloatProduct[Tokens]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
-        if not problem.narrow or not hopper.fits(device, problem.n, 128):
+        if not problem.narrow or not hopper.fits(device, 128):
             return False
         return parameter_rows(problem) > 0 and (problem.whole or problem.half or not problem.exact)
 
@@ -99,10 +99,13 @@ class GemmHopper(FloatProduct[Tokens]):
     def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
         return tail_apart(device, problem, config, 128)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_x(problem, 8) + copies_of_result(problem)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
-        return self.multiply(aligned(x, weight, problem), weight, bias, device, problem, config)
+        return self.multiply(on_lines(x, weight, device, problem), weight, bias, device, problem, config)
 
     def multiply(
         self,
@@ -114,10 +117,10 @@ class GemmHopper(FloatProduct[Tokens]):
         config: Tokens,
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """X ``(M, columns)`` times the weight, which has as many columns when packed.
+        """X ``(M, columns)``, K or more, on 16 bytes, times the weight; there are zeros behind K.
 
-        ``tokens``: scales ``(M,)`` of x, if it holds codes in float16; the weight has units. Tiles have ``config.bm``
-        tokens, or fewer if fewer hold them all.
+        ``tokens``: scales ``(M,)`` of x, if it holds codes in float16, which the units of a weight are for. Tiles have
+        ``config.bm`` tokens, or fewer if fewer hold them all.
         """
         from ..kernels.gemm_hopper import UNITS, gemm_hopper
         from ..kernels.operands_hopper import ROWS
@@ -128,7 +131,7 @@ class GemmHopper(FloatProduct[Tokens]):
         blocks = -(-columns // 128)
         scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, parameter_rows(problem)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
-        y = empty((m, n), problem.out_dtype, x.device)
+        y = result(m, n, problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
         tiles = tiles_of(n, m, bm)
         waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
@@ -136,8 +139,7 @@ class GemmHopper(FloatProduct[Tokens]):
         parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
         numbers: Any = scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False)
         factor, kind = weight.factor, problem.zero
-        if tokens is not None:
-            assert weight.units is not None
+        if weight.units is not None:
             factor, kind = weight.units, UNITS.value
             numbers = descriptor(weight.units.view(1, -1), (1, 2 * rows), swizzled=False)
         launch(
@@ -150,9 +152,10 @@ class GemmHopper(FloatProduct[Tokens]):
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
-            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, **options(device, 4),
+            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None,
+            **options(device, 4),
         )  # fmt: skip
-        return y
+        return finished(y, n, device)
 
 
 def blocks_of_a_turn(bm: int, bits: int) -> int:

@@ -17,7 +17,7 @@ from ..runtime.device import Device
 from ..runtime.launch import launch, supports_dynamic_shared
 from ..runtime.replay import empty
 from . import skinny_gemm
-from .aligned import aligned
+from .aligned import copies_of_x, on_lines
 from .base import FloatProduct, decoding
 from .skinny_gemm import WarpShape
 
@@ -60,10 +60,20 @@ class Gemv(FloatProduct[WarpShape]):
         del device
         return skinny_gemm.work(problem, config)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_x(problem, 8)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
-        x, part, scale, zero = aligned(x, weight, problem), skinny_gemm.layout(weight, problem), weight[1], weight[2]
+        return self.multiply(on_lines(x, weight, device, problem), weight, bias, device, problem, config)
+
+    def multiply(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape,
+        tokens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`launch` for x on 16 bytes; ``tokens``: float32 ``(M,)`` that sums are multiplied by before the bias."""
+        part, scale, zero = skinny_gemm.layout(weight, problem), weight.scale, weight.zero
         m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block
         y = empty((m, n), problem.out_dtype, x.device)
         # Tensor cores cut long sums off, which shows in float32.
@@ -73,10 +83,11 @@ class Gemv(FloatProduct[WarpShape]):
         launch(
             gemv, (-(-n // made.rows),),
             x, part.data, scale, scale if zero is None else zero, scale if weight.factor is None else weight.factor,
-            scale if bias is None else bias, y,
-            m, n, *part.sizes[:3], x.stride(0), part.sizes[3],
+            scale if bias is None else bias, scale if tokens is None else tokens, y,
+            m, n, x.shape[1], *part.sizes[:3], x.stride(0), part.sizes[3],
             **decoding(weight), HALVES=problem.halves,
-            BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None, ONE_GROUP=one_group,
+            BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None,
+            TOKENS=tokens is not None, ONE_GROUP=one_group,
             BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta,
         )  # fmt: skip
         return y

@@ -16,6 +16,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device, device_of
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
+from .aligned import result
 from .base import Operands
 
 _IN_REGISTERS = 32768
@@ -53,10 +54,14 @@ class Int8Arguments(NamedTuple):
     form: dict[str, Any]
 
 
-def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem) -> Int8Arguments:
-    """Allocate the result, and substitute another tensor for each one that is absent."""
+def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem, *, tiles: bool = False) -> Int8Arguments:
+    """Allocate the result, and substitute another tensor for each one that is absent.
+
+    ``tiles``: it is stored through a descriptor, see `aligned.result`.
+    """
     weight, sums, bias, out = operands
-    y = empty((codes.q.shape[0], problem.n), problem.out_dtype, codes.q.device)
+    allocate = result if tiles else _matrix
+    y = allocate(codes.q.shape[0], problem.n, problem.out_dtype, codes.q.device)
     end = host.end_of(bias, out, y)
     blocks = weight.data.shape[1] if weight.bits == 4 else -(-problem.k // problem.step)
     # An int4 weight that was unpacked has no integer zero points left.
@@ -65,6 +70,10 @@ def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem) -> Int8
         "XZERO": codes.zero is not None, **end.meta,
     }  # fmt: skip
     return Int8Arguments(y, *host.operands(codes, weight, sums), end, blocks, form)
+
+
+def _matrix(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return empty((m, n), dtype, device)
 
 
 def rows_in_memory(q: Tensor) -> int:

@@ -155,10 +155,10 @@ class Layout(NamedTuple):
 
 def layout(weight: Weight, problem: GemmProblem) -> Layout:
     """The layout of a weight; an unaligned view is copied."""
-    data, scale, zero, n = weight.data, weight.scale, weight.zero, problem.n
+    data, scale, zero = weight.data, weight.scale, weight.zero
     if data.data_ptr() % 16:  # a view into another tensor
         data = data.clone()
-    even = not (n % 16 or scale.data_ptr() % 16 or (zero is not None and zero.data_ptr() % 16))
+    even = not (scale.data_ptr() % 16 or (zero is not None and zero.data_ptr() % 16))
     of_row = (scale.element_size() + (0 if zero is None else zero.element_size())) * (2 if problem.halves else 1)
     block, shape = problem.block, data.shape
     if problem.bits == 4:

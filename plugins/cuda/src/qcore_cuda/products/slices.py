@@ -15,7 +15,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
-from .aligned import aligned, columns_of
+from .aligned import aligned, columns_of, copies_of_x
 from .base import FloatProduct
 
 
@@ -54,10 +54,13 @@ class Slices(FloatProduct[Slice]):
         del device
         return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_x(problem, problem.block)
+
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Slice
     ) -> Tensor:
-        x, (data, scale, zero, *_) = aligned(x, weight, problem), weight
+        x, (data, scale, zero, *_) = aligned(x, weight, device, problem), weight
         m, n = x.shape[0], problem.n
         y = empty((m, n), problem.out_dtype, x.device)
         launch(

@@ -20,6 +20,7 @@ from ..runtime.hopper import descriptor, early, int4_words, room_for
 from ..runtime.launch import launch
 from ..runtime.replay import empty, tracked
 from ..schedule import tail_spread
+from .aligned import copies_of_result, finished
 from .base import Choice, Int8Product, Operands
 from .gemm_hopper import Tokens, best_tile, tail_apart, tail_work, tile_choices, tiles_of
 from .quantized import arguments_of
@@ -47,7 +48,7 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
         plain = problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
             small and plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
-            and hopper.fits(device, problem.n, 128)
+            and hopper.fits(device, 128)
         )  # fmt: skip
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens:
@@ -70,11 +71,15 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
     def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
         return tail_apart(device, problem, config, 2 * problem.step)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_result(problem)
+
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         from ..kernels.w4a8_groups_hopper import w4a8_groups_hopper
 
         assert codes.order == 0, "codes were quantized for another kernel"
-        args, weight, p, bm = arguments_of(codes, operands, problem), operands.weight, problem.step, config.bm
+        args, weight = arguments_of(codes, operands, problem, tiles=True), operands.weight
+        p, bm = problem.step, config.bm
         (x_scale, x_zero), (scale, zero, sums), form = args.of_x, args.of_w, args.form
         (m, columns), n, moved = codes.q.shape, problem.n, problem.x_zero
 
@@ -95,10 +100,11 @@ class W4A8GroupsHopper(Int8Product[Tokens]):
             descriptor(args.y, (bm, 64)), parts, tracked(counters, 2 * left, codes.q.device) if left else args.y,
             *args.end.numbers, m, n, stages, waves, share,
             P=p, BM=bm, STAGES=room_for(stage, 0, 2 * bm * 128, _STAGES[bm] * 32 // p), BAND=2048 // bm,
-            ZERO=weight.zero is not None, MOVED=moved, HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], SPREAD=left > 0,
+            ALIGNED=n % 16 == 0, ZERO=weight.zero is not None, MOVED=moved, HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"],
+            SPREAD=left > 0,
             **early(device, 4, weight.data, scale, weight.zero, sums if moved else None),
         )  # fmt: skip
-        return args.y
+        return finished(args.y, n, device)
 
 
 W4A8_GROUPS_HOPPER = W4A8GroupsHopper()

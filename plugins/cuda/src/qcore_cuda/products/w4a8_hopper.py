@@ -16,6 +16,7 @@ from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.hopper import descriptor, early, int4_words
 from ..runtime.launch import launch
+from .aligned import copies_of_result, finished
 from .base import Int8Product, Operands
 from .quantized import arguments_of
 
@@ -43,7 +44,7 @@ class W4A8Hopper(Int8Product[Tokens]):
         plain = problem.bits == 4 and problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
         return (
             plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
-            and hopper.fits(device, problem.n, problem.step)
+            and hopper.fits(device, problem.step)
         )  # fmt: skip
 
     def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
@@ -69,12 +70,15 @@ class W4A8Hopper(Int8Product[Tokens]):
         del device
         return Work(-(-problem.n // 128) * -(-problem.rows // config.bm), problem.k / 128)
 
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_result(problem)
+
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         from ..kernels.w4a8_hopper import w4a8_hopper
 
         assert codes.order == ORDER, "codes were quantized for another kernel"
         args, weight, m, n, bm = (
-            arguments_of(codes, operands, problem),
+            arguments_of(codes, operands, problem, tiles=True),
             operands.weight,
             len(codes.q),
             problem.n,
@@ -93,11 +97,12 @@ class W4A8Hopper(Int8Product[Tokens]):
             descriptor(codes.q, (bm, 128)), x_scale, x_zero, int4_words(weight.data), by_row(scale, each),
             by_row(zero, weight.zero is not None), by_row(sums, each and moved), args.end.args[0], args.y,
             descriptor(args.y, (bm, 64)), *args.end.numbers, m, n, args.blocks, problem.per,
-            BM=bm, STAGES=6 if bm > 64 else 8, GROUP=2048 // bm, EACH=each, ZERO=weight.zero is not None, MOVED=moved,
-            HAS_BIAS=form["HAS_BIAS"], OUT=form["OUT"], U={128: 2 if plain else 1, 64: 4, 32: 1}[bm],
+            BM=bm, STAGES=6 if bm > 64 else 8, GROUP=2048 // bm, ALIGNED=n % 16 == 0, EACH=each,
+            ZERO=weight.zero is not None, MOVED=moved, HAS_BIAS=form["HAS_BIAS"],
+            OUT=form["OUT"], U={128: 2 if plain else 1, 64: 4, 32: 1}[bm],
             **early(device, 4, weight.data, scale if each else None, weight.zero, sums if each and moved else None),
         )  # fmt: skip
-        return args.y
+        return finished(args.y, n, device)
 
 
 W4A8_HOPPER = W4A8Hopper()

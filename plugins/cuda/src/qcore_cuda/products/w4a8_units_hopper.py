@@ -21,6 +21,7 @@ from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
 from ..schedule import TILE_TIMES
+from .aligned import copies_of_result
 from .base import Int8Product, Operands
 from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_apart, tail_work, tile_choices
 
@@ -38,7 +39,7 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
         plain = problem.zero == NO_ZERO and problem.element == INTEGER and not (problem.x_zero or problem.own_order)
         floats = problem.out_dtype in {torch.bfloat16, torch.float16}
         several = problem.units and parameter_rows(problem) > 1
-        return several and plain and floats and problem.rows > 8 and hopper.fits(device, problem.n, 128)
+        return several and plain and floats and problem.rows > 8 and hopper.fits(device, 128)
 
     def rule(self, device: Device, problem: GemmProblem) -> None:
         """Another kernel, unless a measurement says otherwise."""
@@ -56,6 +57,9 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
 
     def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
         return tail_apart(device, problem, config, 128)
+
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return copies_of_result(problem)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         assert codes.order == 0, "codes were quantized for another kernel"

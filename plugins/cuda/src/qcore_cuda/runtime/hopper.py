@@ -28,9 +28,9 @@ def usable() -> bool:
     return bool(triton.__version__.startswith(_TESTED))
 
 
-def fits(device: Device, n: int, step: int) -> bool:
-    """Whether kernels in Gluon support a weight of n rows, with steps of ``step`` columns along K."""
-    return device.arch == 90 and step == 128 and n % 16 == 0 and usable()
+def fits(device: Device, step: int) -> bool:
+    """Whether kernels in Gluon support a weight, with steps of ``step`` columns along K."""
+    return device.arch == 90 and step == 128 and usable()
 
 
 def descriptor(tensor: Tensor, block: tuple[int, int], *, swizzled: bool = True) -> Any:

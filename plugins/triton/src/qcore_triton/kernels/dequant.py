@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elements import byte_value, factor_of, nibble_value, scale_value
+from .elements import byte_value, factor_of, nibble_value, pitch_of, scale_value
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -25,10 +25,10 @@ def dequantize(w, scale, zero, factor, out, N, K, KB, GROUP, BITS: tl.constexpr,
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)
     rows = tl.minimum(n, N - 1)
-    at = (block * P // GROUP) * N + rows
+    at = (block * P // GROUP) * pitch_of(N) + rows
     if HALVES:
         group = tl.minimum(block * 2 + tl.arange(0, P) // (P // 2), (K - 1) // GROUP)
-        s = scale_value(tl.load(scale + (group[None, :] * N + rows[:, None])), scale.dtype.element_ty)
+        s = scale_value(tl.load(scale + (group[None, :] * pitch_of(N) + rows[:, None])), scale.dtype.element_ty)
     else:
         s = scale_value(tl.load(scale + at), scale.dtype.element_ty)[:, None]
     s *= factor_of(factor, FACTOR)

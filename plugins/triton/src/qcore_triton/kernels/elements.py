@@ -83,6 +83,12 @@ def scale_value(raw, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def pitch_of(N):
+    """The columns of scales, zero points and sums of codes: N rows of a packed weight, rounded up, see `packing`."""
+    return (N + 15) // 16 * 16
+
+
+@triton.jit
 def factor_of(factor, FACTOR: tl.constexpr):
     """The number that all results are multiplied with; 1 if there is none."""
     return tl.load(factor) if FACTOR else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elements import byte_value, factor_of, nibble_value, scale_value
+from .elements import byte_value, factor_of, nibble_value, pitch_of, scale_value
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def _blocks(
     H: tl.constexpr = P // 2
     SCALE: tl.constexpr = scale.dtype.element_ty
     by = factor_of(factor, FACTOR)
-    at = (block * P // group).to(tl.int64) * v + row
+    pitch = pitch_of(v)
+    at = (block * P // group).to(tl.int64) * pitch + row
     s = (scale_value(tl.load(scale + at, mask=here, other=0), SCALE) * by)[:, None]
     if NAN:
         s = tl.where(inside[:, None], s, float("nan"))
@@ -42,7 +43,7 @@ def _blocks(
     after = s
     if HALVES:
         there = here & ((block * P + H) < d)
-        after = (scale_value(tl.load(scale + at + v, mask=there, other=0), SCALE) * by)[:, None]
+        after = (scale_value(tl.load(scale + at + pitch, mask=there, other=0), SCALE) * by)[:, None]
         if NAN:
             after = tl.where(inside[:, None], after, float("nan"))
     z = s if ZERO == 0 else tl.load(zero + at, mask=here, other=0).to(tl.float32)[:, None]
@@ -74,9 +75,9 @@ def gather(
     """Program (t, j): columns ``j*NB*P ..`` of token t.
 
     ``indices``: integers ``(T,)`` in 0..v-1; ``data``: planar16 (``BITS`` 4, blocks of P, ``blocks`` per row) or rows16
-    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, v)``; ``out``: ``(T, d)``. ``ELEMENT``, ``FACTOR``
-    and ``HALVES`` (two groups in a block): see `dequant`. Compiled with ``debug``,
-    an index out of range triggers the same device-side assertion as in torch.
+    (8; rows are ``stride`` bytes apart); ``scale``, ``zero``: ``(G, pitch_of(v))``; ``out``: ``(T, d)``. ``ELEMENT``,
+    ``FACTOR`` and ``HALVES`` (two groups in a block): see `dequant`. Compiled with ``debug``, an index out of range
+    triggers the same device-side assertion as in torch.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(indices + token).to(tl.int64)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .elements import pitch_of
 from .int8_common import FLOAT_ZERO, INT_ZERO, chosen_nibble, finish, nibbles, tile_order
 from .rounding import begin
 
@@ -131,7 +132,7 @@ def tiles(
             d = _product(b, xb, _product(a, xa, start, SWAP), SWAP)
         if GROUPED:
             # 3c. Scale the exact sum of the block; ``correction`` accumulates the correction for the zero point of x.
-            at = (i // PER) * N + rn
+            at = (i // PER) * pitch_of(N) + rn
             s = tl.load(scale + at, mask=in_n, other=0.0).to(tl.float32)
             if XZERO:  # noqa: SIM102 - the inner condition is evaluated at run time
                 if i % PER == 0:
@@ -208,7 +209,7 @@ def unpack(w, zero, o, N, blocks, pitch, P: tl.constexpr, PER: tl.constexpr, SUB
     low, high = (raw & 15).to(tl.int8), (raw >> 4).to(tl.int8)
     offset = tl.full((16,), 8, tl.int8)
     if SUBTRACT:
-        offset += tl.load(zero + (block // PER) * N + rn, mask=rn < N, other=0)
+        offset += tl.load(zero + (block // PER) * pitch_of(N) + rn, mask=rn < N, other=0)
     at = o + rn.to(tl.int64)[:, None] * (pitch * 128) + block * P + rk[None, :]
     tl.store(at, low - offset[:, None])
     tl.store(at + H, high - offset[:, None])
