@@ -46,6 +46,10 @@ _EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
 """The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
 _FEW = 64
 """The most rows for which float16 is faster than e4m3 with one scale per row of the weight."""
+_TOKENS = 128
+"""Tokens of a tile of `kernels.fp8_hopper`."""
+_TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.33}
+"""Relative time of a tile of `kernels.fp8_hopper` by its rows of the weight."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -94,9 +98,9 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
     """The product of bytes ``(M, KQ)`` by `kernels.fp8_hopper`; scales ``(M,)`` or, of blocks, ``(KQ / 128, M)``."""
     from .kernels.fp8_hopper import fp8_hopper
 
-    (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), 128
+    (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), _TOKENS
     blocks = scale.dim() == 2
-    bn = 128 if blocks else 256  # scales of blocks take registers, too
+    bn = _rows_of_tile(device, m, n, blocks=blocks)
     y = result(m, n, out_dtype, codes.device)
     stages = (hopper.ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
     tiles = -(-n // bn) * -(-m // rows)
@@ -108,6 +112,19 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
         **options(device, 4),
     )  # fmt: skip
     return finished(y, n, device)
+
+
+def _rows_of_tile(device: Device, m: int, n: int, *, blocks: bool) -> int:
+    """Rows of the weight in a tile of `kernels.fp8_hopper`: those for which programs have the least to do.
+
+    ``blocks``: with scales of blocks, which take registers, too.
+    """
+
+    def cost(size: int) -> float:
+        tiles = -(-n // size) * -(-m // _TOKENS)
+        return -(-tiles // device.sms) * _TILE_TIMES[size]
+
+    return min((size for size in _TILE_TIMES if not (blocks and size > BLOCK)), key=cost)
 
 
 @lru_cache(maxsize=8192)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes, Given, Mode, mode_of
 from qcore_triton.host import blocking
-from qcore_triton.weights import NO_ZERO, Weight
+from qcore_triton.weights import NO_ZERO, Weight, pitch_of
 
 from .problem import Form, GemmProblem, form_of, int8_problem
+from .products.aligned import copied, finished
 from .products.base import Choice, Int8Product, Operands
 from .products.quantized import codes_of
 from .runtime import replay
@@ -60,7 +62,20 @@ def run(x: Tensor, mode: Mode, operands: Operands, plan: Int8Plan) -> Tensor:
     if kernel.fuses(x, device, problem):
         return kernel.launch_floats(x, mode, operands, device, problem, config)
     codes = codes_of(x, mode, totals, kernel.order(operands.weight), device, kernel.codes)
-    return kernel.launch(codes, operands, device, problem, config)
+    return _multiply(codes, operands, plan)
+
+
+def _multiply(codes: Codes, operands: Operands, plan: Int8Plan) -> Tensor:
+    """The product of codes by a plan."""
+    device, problem, kernel, config, _ = plan
+    n, (weight, _, bias, _) = problem.n, operands
+    if not kernel.pads(problem):
+        return kernel.launch(codes, operands, device, problem, config)
+    wide = pitch_of(n)
+    if bias is not None:
+        bias = copied(bias.view(1, n), wide, device).view(wide)
+    padded = operands._replace(weight=weight._replace(n=wide), bias=bias)
+    return finished(kernel.launch(codes, padded, device, replace(problem, n=wide), config), n, device)
 
 
 def plan_of(
@@ -97,7 +112,7 @@ def linear(
     if not codes.q.shape[0] or not weight.n:
         return empty((codes.q.shape[0], weight.n), out_dtype, codes.q.device)
     plan = plan_of(codes.q, weight, out_dtype, codes.zero is not None, out, own_order=True)
-    return plan.product.launch(codes, Operands(weight, sums, bias, out), plan.device, plan.problem, plan.config)
+    return _multiply(codes, Operands(weight, sums, bias, out), plan)
 
 
 def forget() -> None:

@@ -30,7 +30,7 @@ from .hopper import advance, leave, ring
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 WIDTH = gl.constexpr(128)
-"""Rows of the weight that a warpgroup multiplies at a time: their sums take 64 registers."""
+"""The most rows of the weight that a warpgroup multiplies at a time: their sums take 64 registers."""
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def _fetch(x, w, rings, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr, STAGES
 
 @gluon.jit
 def _step(acc, x, w, sx, scale, rn, N, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A sum plus the products of 128 columns, of 64 tokens with `WIDTH` rows of the weight."""
-    part = gl.zeros((64, WIDTH), gl.float32, LAYOUT)
+    """A sum plus the products of 128 columns, of 64 tokens with as many rows of the weight as acc has."""
+    part = gl.zeros(acc.shape, gl.float32, LAYOUT)
     part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
     if BLOCKS:  # loaded while the tensor cores work
         sw = gl.load(scale + rn, mask=rn < N, other=0.0)
@@ -76,8 +76,10 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
               HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Multiply and store one half (0 or 1) of the tokens of each tile."""
     xs, ws, full, empty = rings
-    PARTS: gl.constexpr = BN // WIDTH
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    W: gl.constexpr = min(BN, WIDTH)
+    PARTS: gl.constexpr = BN // W
+    PIECES: gl.constexpr = W // 64
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 32])
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     if PDL:
         gdc_wait()
@@ -89,26 +91,29 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         pm, pn = tile_order(tile, rows, columns, GROUP_M)
         m0, n0 = pm * BM + HALF * 64, pn * BN
         rm = m0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        rn = n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        acc0 = gl.zeros((64, WIDTH), gl.float32, LAYOUT)
+        rn = n0 + gl.arange(0, W, gl.SliceLayout(0, LAYOUT))
+        acc0 = gl.zeros((64, W), gl.float32, LAYOUT)
         acc1 = acc0
         for i in range(blocks):
             sx = gl.load(x_scale + (i * M + rm if BLOCKS else rm), mask=rm < M, other=0.0)
             at = scale + i * pitch_of(N) if BLOCKS else scale
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
-            acc0 = _step(acc0, x, ws.index(slot).slice(0, WIDTH), sx, at, rn, N, BLOCKS, LAYOUT)
+            acc0 = _step(acc0, x, ws.index(slot).slice(0, W), sx, at, rn, N, BLOCKS, LAYOUT)
             if PARTS == 2:
-                acc1 = _step(acc1, x, ws.index(slot).slice(WIDTH, WIDTH), sx, at, rn + WIDTH, N, BLOCKS, LAYOUT)
+                acc1 = _step(acc1, x, ws.index(slot).slice(W, W), sx, at, rn + W, N, BLOCKS, LAYOUT)
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = advance(slot, phase, STAGES)
         # The epilogue by pieces of 64 rows of the weight: scaled, plus bias, rounded once.
         for part in gl.static_range(PARTS):
             acc = acc1 if part == 1 else acc0
-            low, high = acc.reshape((64, 2, 64)).permute((0, 2, 1)).split()
-            for h in gl.static_range(2):
+            low = acc
+            high = acc
+            if PIECES == 2:
+                low, high = acc.reshape((64, 2, 64)).permute((0, 2, 1)).split()
+            for h in gl.static_range(PIECES):
                 v = gl.convert_layout(high if h == 1 else low, PIECE, assert_trivial=True)
-                first = n0 + part * WIDTH + h * 64
+                first = n0 + part * W + h * 64
                 column = first + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
                 if not BLOCKS:
                     token = m0 + gl.arange(0, 64, gl.SliceLayout(1, PIECE))
@@ -116,7 +121,7 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
                     v *= gl.load(scale + column, mask=column < N, other=0.0)[None, :]
                 if HAS_BIAS:
                     v += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
-                leave(v.to(y.dtype.element_ty), y_tiles, [m0, first], buffers, 2 * part + h, 2 * PARTS)
+                leave(v.to(y.dtype.element_ty), y_tiles, [m0, first], buffers, PIECES * part + h, PIECES * PARTS)
     tma.store_wait(0)
 
 

@@ -100,6 +100,11 @@ class Int8Product(Product[C]):
         """The order of columns in which it takes codes of x, see `Codes.order`."""
         return weight.order
 
+    def pads(self, problem: GemmProblem) -> bool:
+        """Whether it has to get a weight of `pitch_of` N rows: storing rows that begin anywhere takes as long again."""
+        del problem
+        return False
+
     def fuses(self, x: Tensor, device: Device, problem: GemmProblem) -> bool:
         """Whether `launch_floats` quantizes x by itself."""
         del x, device, problem

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes
 from qcore_triton.kernels.int8_gemm import tiles, unpack
-from qcore_triton.weights import INT_ZERO, Weight
+from qcore_triton.weights import INT_ZERO, ROWS, Weight
 
 from ..costs import Work
 from ..problem import GemmProblem
@@ -19,6 +19,10 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty
 from .base import Int8Product, Operands
 from .quantized import arguments_of, x_sums
+
+
+FEW = 64
+"""The most rows of a result that are stored wherever they begin."""
 
 
 class Tile(NamedTuple):
@@ -49,7 +53,7 @@ class Int8Tiles(Int8Product[Tile]):
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
         if problem.rows <= 128:
             return Tile(64, 64, 4, 2 if device.hip else 4, swap=True)
-        small = problem.grouped or problem.n % 16 != 0
+        small = problem.grouped
         stages = 2 if device.hip else 3
         return Tile(128, 64 if small else 128, 4 if small else 8, stages, swap=problem.bits == 4)
 
@@ -66,6 +70,12 @@ class Int8Tiles(Int8Product[Tile]):
     def work(self, device: Device, problem: GemmProblem, config: Tile) -> Work:
         del device
         return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
+
+    def pads(self, problem: GemmProblem) -> bool:
+        return problem.rows > FEW and problem.n % ROWS > 0
+
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return (problem.rows * problem.n,) if self.pads(problem) else ()
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tile) -> Tensor:
         if config.unpack and operands.weight.bits == 4:
