@@ -161,12 +161,13 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
 @pytest.mark.parametrize(
     ("way", "change"),
     [
-        ("fp8_hopper", {}), ("fp8_hopper", {"m": 65}), ("tokens", {"m": 64}),
+        ("fp8_hopper", {}), ("fp8_hopper", {"m": 9}), ("tokens", {"m": 8}),
         ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
         ("fp8_hopper", {"x": 128, "group": 128, "groups": 32}), ("fp8_hopper", {"k": 4032}),
+        *(("fp8_hopper" if m > 5 else "numbers", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (5, 6)),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
-        ("tokens", {"m": 16}), ("tokens", {"m": 16, "arch": 80}), ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
+        ("tokens", {"m": 16, "arch": 89, "n": 4100}), ("tokens", {"m": 16, "arch": 80}), ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
         ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("sums", {"zero": torch.bfloat16}),
         ("tokens", {"element": "e5m2"}), ("sums", {"element": "t" + "0" * 128}), ("tokens", {"scale": torch.uint8}),
         ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),

@@ -19,15 +19,17 @@ from torch import Tensor
 
 from qcore_triton import host
 from qcore_triton.geometry import power_of_two
+from qcore_triton.host import CODE_ROWS
 from qcore_triton.weights import INTEGER, Weight
 
 from . import weight_only
 from .kernels import fp8
-from .problem import Form, GemmProblem, float_problem, form_of
+from .problem import TERMS, Form, GemmProblem, float_problem, form_of
 from .products.aligned import columns_of, finished, result
 from .products.base import Choice
 from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
 from .products.gemv import GEMV, Gemv
+from .products.quantized import rows_in_memory
 from .products.skinny_gemm import ROWS
 from .runtime import hopper
 from .runtime.device import Device, device_of
@@ -44,11 +46,11 @@ NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
 _EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
 """The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
-_FEW = 64
-"""The most rows for which float16 is faster than e4m3 with one scale per row of the weight."""
+FEW = 8
+"""The most rows for which other ways are faster than e4m3 times e4m3, if rows of the weight have one scale."""
 _TOKENS = 128
 """Tokens of a tile of `kernels.fp8_hopper`."""
-_TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.33}
+_TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.4}
 """Relative time of a tile of `kernels.fp8_hopper` by its rows of the weight."""
 _COLUMNS = 2048
 _HARDWARE = 89
@@ -102,10 +104,11 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
     blocks = scale.dim() == 2
     bn = _rows_of_tile(device, m, n, blocks=blocks)
     y = result(m, n, out_dtype, codes.device)
+    x = codes.as_strided((rows_in_memory(codes), wide), codes.stride()).view(torch.float8_e4m3fn)
     stages = (hopper.ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
     tiles = -(-n // bn) * -(-m // rows)
     launch(
-        fp8_hopper, (min(tiles, device.sms),), hopper.descriptor(codes.view(torch.float8_e4m3fn), (rows, 128)), scale,
+        fp8_hopper, (min(tiles, device.sms),), hopper.descriptor(x, (rows, 128)), scale,
         hopper.descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
         weight.scale if bias is None else bias, y, hopper.descriptor(y, (64, 64)), m, n, -(-wide // 128),
         BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, ALIGNED=n % 16 == 0, HAS_BIAS=bias is not None,
@@ -133,7 +136,7 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     own = NUMBERS if group else SUMS if _by_token(device, form, m, out_dtype) is None else TOKENS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
-    fp8 = form.element == "e4m3" and m > (_FEW if own == TOKENS else ROWS)
+    fp8 = form.element == "e4m3" and m > (ROWS // TERMS if group else FEW)
     fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
@@ -171,7 +174,7 @@ def _by_row(
 ) -> tuple[Tensor, Tensor]:
     """Codes ``(M, columns)``, bytes or numbers of ``dtype``, 0 behind K, and scales ``(M,)`` or ``(copies, M)``."""
     m, k = x.shape
-    codes = empty((m, columns), dtype, x.device)
+    codes = _codes(m, columns, dtype, x.device)
     scale = empty((copies, m) if copies else (m,), torch.float32, x.device)
     block = min(power_of_two(columns), 4 * _COLUMNS)
     launch(
@@ -183,12 +186,18 @@ def _by_row(
     return codes, scale
 
 
+def _codes(m: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized codes ``(m, columns)``; memory of bytes has room for whole tiles of rows, see `rows_in_memory`."""
+    rows = -(-m // CODE_ROWS) * CODE_ROWS if dtype.itemsize == 1 and m > FEW else m
+    return empty((rows, columns), dtype, device)[:m]
+
+
 def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
     """Bytes ``(M, columns)``, or numbers times their scales if ``dtype`` is float32, and scales ``(G, M)``."""
     m, k = x.shape
     groups, block = -(-k // group), power_of_two(group)
     together = min(power_of_two(groups), max(1, _COLUMNS // block))
-    codes, scale = empty((m, columns), dtype, x.device), empty((groups, m), torch.float32, x.device)
+    codes, scale = _codes(m, columns, dtype, x.device), empty((groups, m), torch.float32, x.device)
     launch(
         fp8.quantize_groups, (m, -(-groups // together)), x, codes, scale, m, k, columns, groups, group, *x.stride(),
         R=together, BLOCK=block, HARDWARE=device.arch >= _HARDWARE, **options(device, 4),

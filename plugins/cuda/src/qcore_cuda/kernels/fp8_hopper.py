@@ -56,18 +56,24 @@ def _fetch(x, w, rings, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _step(acc, x, w, sx, scale, rn, N, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A sum plus the products of 128 columns, of 64 tokens with as many rows of the weight as acc has."""
+def _step(acc, x, w, sx, sw, following, there, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A sum plus the products of 128 columns, of 64 tokens with as many rows of the weight as acc has.
+
+    BLOCKS: sx, sw: their scales; those of the following step are loaded from ``following`` where ``there`` says, and
+    returned with the sum.
+    """
     part = gl.zeros(acc.shape, gl.float32, LAYOUT)
     part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
-    if BLOCKS:  # loaded while the tensor cores work
-        sw = gl.load(scale + rn, mask=rn < N, other=0.0)
+    if BLOCKS:
+        # Memory takes longer than the tensor cores: what is loaded here is used a step later.
+        after = gl.load(following, mask=there, other=0.0)
         part = warpgroup_mma_wait(0, deps=[part])
         acc += part * sx[:, None] * sw[None, :]
+        sw = after
     else:
         part = warpgroup_mma_wait(0, deps=[part])
         acc += part
-    return acc
+    return acc, sw
 
 
 @gluon.jit
@@ -94,14 +100,24 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         rn = n0 + gl.arange(0, W, gl.SliceLayout(0, LAYOUT))
         acc0 = gl.zeros((64, W), gl.float32, LAYOUT)
         acc1 = acc0
+        sx = rm.to(gl.float32)
+        sw = rn.to(gl.float32)
+        if BLOCKS:
+            sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)
+            sw = gl.load(scale + rn, mask=rn < N, other=0.0)
         for i in range(blocks):
-            sx = gl.load(x_scale + (i * M + rm if BLOCKS else rm), mask=rm < M, other=0.0)
-            at = scale + i * pitch_of(N) if BLOCKS else scale
+            sx_after = sx
+            if BLOCKS:
+                sx_after = gl.load(x_scale + (i + 1) * M + rm, mask=(rm < M) & (i + 1 < blocks), other=0.0)
+            following = scale + (i + 1) * pitch_of(N) + rn
+            there = (rn < N) & (i + 1 < blocks)
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
-            acc0 = _step(acc0, x, ws.index(slot).slice(0, W), sx, at, rn, N, BLOCKS, LAYOUT)
+            acc0, sw = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw, following, there, BLOCKS, LAYOUT)
             if PARTS == 2:
-                acc1 = _step(acc1, x, ws.index(slot).slice(W, W), sx, at, rn + W, N, BLOCKS, LAYOUT)
+                gl.static_assert(not BLOCKS, "sums of more than 128 rows leave no registers for scales")
+                acc1, sw = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw, following, there, BLOCKS, LAYOUT)
+            sx = sx_after
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = advance(slot, phase, STAGES)
         # The epilogue by pieces of 64 rows of the weight: scaled, plus bias, rounded once.

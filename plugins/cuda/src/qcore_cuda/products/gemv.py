@@ -76,8 +76,9 @@ class Gemv(FloatProduct[WarpShape]):
         part, scale, zero = skinny_gemm.layout(weight, problem), weight.scale, weight.zero
         m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block
         y = empty((m, n), problem.out_dtype, x.device)
-        # Tensor cores cut long sums off, which shows in float32.
-        one_group = problem.one_group and y.dtype != torch.float32
+        # Tensor cores cut long sums off, which shows in float32. Of several rows, sums that wait for each other are
+        # slower than scaling each block's.
+        one_group = problem.one_group and m == 1 and y.dtype != torch.float32
         of_row = 0 if one_group else part.of_row
         made = skinny_gemm.program(device, config, supports_dynamic_shared(), m, bits, block, 2, of_row, 0)
         launch(

@@ -20,7 +20,6 @@ from ..runtime.replay import empty
 from .base import Int8Product, Operands
 from .quantized import arguments_of, x_sums
 
-
 FEW = 64
 """The most rows of a result that are stored wherever they begin."""
 
