@@ -209,8 +209,14 @@ def _pretend(target: str, recorder: Recorder) -> None:
     device._device = lambda kind, index: here
 
 
-def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: bool = False, scale: str = "") -> None:
-    """A quantized linear layer on x ``(m, k)``; ``scale``: the dtype of scales, if it is another one than x's."""
+def linear(
+    scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: bool = False, scale: str = "",
+    square: bool = True,
+) -> None:  # fmt: skip
+    """A quantized linear layer on x ``(m, k)``; ``scale``: the dtype of scales, if it is another one than x's.
+
+    ``square``: if blocks of the weight may have one scale, they have.
+    """
     import torch
 
     from qcore.contracts import CONTRACTS
@@ -221,7 +227,10 @@ def linear(scheme: str, n: int, k: int, m: int, dtype: str = "bfloat16", bias: b
     made = kernel(request)
     x = torch.empty(m, k, dtype=kind, device="meta")
     weight = _weight(parsed, n, k, getattr(torch, scale or dtype))
-    made.run(x, made.pack(weight), torch.empty(n, dtype=kind, device="meta") if bias else None)
+    packed = made.pack(weight)
+    if "blocks" in packed and not square:
+        packed["blocks"] = torch.empty(0, device="meta")
+    made.run(x, packed, torch.empty(n, dtype=kind, device="meta") if bias else None)
 
 
 def product(kernel: str, fields: list[Any], scheme: str, n: int, k: int, m: int, **more: Any) -> None:

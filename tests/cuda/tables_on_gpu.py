@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
+from itertools import product as pairs
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -39,7 +40,7 @@ PRODUCTS = (
 """Kernels, fields of a configuration, and rows."""
 
 
-TWO_LEVEL = ((64, 256, 256), (17, 48, 77), (130, 400, 640), (300, 272, 1024), (257, 1040, 384))
+TWO_LEVEL = ((64, 256, 256), (17, 50, 77), (90, 4100, 256), (130, 400, 640), (300, 272, 1024), (257, 1040, 384))
 """M, N and K for the kernel with e4m3 operands, which has no configurations."""
 
 
@@ -133,6 +134,16 @@ def embedding(scheme):
         yield EMBEDDING.judge(here, mine(problem.x, mine.pack(problem.weight), None)), case.id
 
 
+def in_squares(weight):
+    """A weight with one scale for 128 rows each, as checkpoints of fp8 have them."""
+    import torch
+
+    from qcore import QTensor
+
+    first = torch.arange(weight.shape[0]) // 128 * 128
+    return QTensor.from_codes(weight.codes(), weight.scale[:, first].contiguous(), None, weight.format)
+
+
 def two_level(scheme, m, n, k):
     """The kernel with e4m3 operands."""
     import torch
@@ -142,15 +153,19 @@ def two_level(scheme, m, n, k):
     from qcore_cuda.runtime.device import device_of
     from qcore_triton.packing import weight_of
 
-    for dtype in (torch.bfloat16, torch.float16):
-        case, _, x, packed, bias = made(scheme, m, n, k, dtype, "same" if m % 2 else "none")
+    for dtype, square in pairs(("bfloat16", "float16"), (False, True) if "g128" in scheme else (False,)):
+        case, mine, x, packed, bias = made(scheme, m, n, k, getattr(torch, dtype), "same" if m % 2 else "none")
+        if square:
+            case = replace(case, weight=in_squares(case.weight))
+            packed = mine.pack(case.weight.to("cuda"))
         weight, device = weight_of(packed, case.weight.format, n, k), device_of(x.device)
-        columns = weight.data.shape[1]
+        columns, squares = weight.data.shape[1], packed["blocks"] if square else None
         if "g128" in scheme:
             codes, scale = fp8._by_group(x, columns, 128, torch.uint8, device)
         else:
             codes, scale = fp8._by_row(x, columns, torch.uint8, None, device)
-        yield LINEAR.judge(case, fp8.two_level(codes, scale, weight, bias, dtype).cpu()), str(dtype)
+        y = fp8.two_level(codes, scale, weight, bias, getattr(torch, dtype), squares)
+        yield LINEAR.judge(case, y.cpu()), f"{dtype} {square}"
 
 
 CHECKS = {"linear": linear, "product": product, "embedding": embedding, "two_level": two_level}

@@ -75,10 +75,19 @@ TABLES += [linear(s, m) for s in ("mxfp8", "wfp8_e5m2a16", "wnf4a16", "wfp4a16-g
 TABLES += [linear(s, m, dtype="float16") for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16-g128") for m in (1, 64)]
 TABLES += [linear(s, m, dtype="float32") for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 64)]
 TABLES += [linear(s, m) for s in ("wfp8afp8", "wfp8afp8-static", "wfp8afp8-g128") for m in (1, 64)]
+TABLES += [linear("wfp8afp8-g128", m, square=square) for m in (64, 2048) for square in (False, True)]
+TABLES += [linear(s, m) for s in ("w8afp8", "w4afp8-g128-token") for m in (16, 64)]
 TABLES += [
     linear(s, m, t) for s in ("nvfp4", "nf4", "wfp8a16", "wfp8afp8-g128") for m in (1, 64) for t in ("sm_80", "sm_89")
 ]
 TABLES += [Call("embedding", {"scheme": s, "n": 1000, "k": 384}) for s in ("nvfp4", "nf4", "mxfp8")]
+
+
+# Rows of results and parameters that do not begin on 16 bytes, and columns that do not fill a block.
+ODD = [
+    linear(s, m, size={"n": 5001, "k": 1000})
+    for s in ("w4a16-g128", "w8a8", "w8a16-g32-asym", "w4a8-g32", "w4a8-g128", "wfp8afp8") for m in (1, 512)
+]  # fmt: skip
 
 
 def experts(scheme, rows, target="sm_90", number=8, **more):
@@ -101,7 +110,7 @@ def product(kernel, fields, scheme, **more):
 # Tiles with sums of their own and shared ones.
 UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
-CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *EXPERTS]
+CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *ODD, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)
 

@@ -303,7 +303,7 @@ def test_tensors_on_another_device_are_named(x, bias, said):
     with pytest.raises(FormatError, match=said):
         ops.linear_a16(On(x), weight, weight, None, On(bias), None, *rest, "int", torch.float32)
     with pytest.raises(FormatError, match=said):
-        ops.linear_afp8(On(x), weight, weight, None, On(bias), None, *rest, "int", 0, None, torch.float32)
+        ops.linear_afp8(On(x), weight, weight, None, On(bias), None, None, *rest, "int", 0, None, torch.float32)
     with pytest.raises(FormatError, match=said):
         ops.linear_a8(
             On(x), weight, weight, None, None, None, On(bias), None, None, None, None,

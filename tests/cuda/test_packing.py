@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qcore
+from qcore import QTensor
 from qcore.resolving.verification import difference, same_bits
 from qcore.testing.laws.plugin import formats
 from qcore_triton import packing
@@ -167,6 +168,20 @@ def test_groups_of_16_share_a_block_if_that_rounds_nothing():
     assert packed["scale"].shape == (4, 32)
     assert packed["scale"].dtype == torch.int8
     assert difference(unpack(packed, weight.format, 20, 40), weight) == ""
+
+
+@pytest.mark.parametrize("n", [1, 100, 128, 300])
+def test_scales_of_square_blocks_are_found(n):
+    weight = qcore.quantize(torch.randn(n, 256), "fp8-g128")
+    scale = torch.rand(2, -(-n // 128)) + 0.5
+    square = QTensor.from_codes(
+        weight.codes(), scale.repeat_interleave(128, 1)[:, :n].contiguous(), None, weight.format
+    )
+    packed = pack(square, blocks=True)
+    assert torch.equal(packed["blocks"], scale)
+    assert difference(unpack(packed, weight.format, n, 256), square) == ""
+    if n > 1:
+        assert pack(weight, blocks=True)["blocks"].shape == (0,)
 
 
 def test_names_tell_what_can_be_shared():

@@ -167,7 +167,8 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         *(("fp8_hopper" if m > 5 else "numbers", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (5, 6)),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
-        ("tokens", {"m": 16, "arch": 89, "n": 4100}), ("tokens", {"m": 16, "arch": 80}), ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
+        ("tokens", {"m": 16, "arch": 89, "n": 4100}), ("tokens", {"m": 16, "arch": 80}),
+        ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
         ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("sums", {"zero": torch.bfloat16}),
         ("tokens", {"element": "e5m2"}), ("sums", {"element": "t" + "0" * 128}), ("tokens", {"scale": torch.uint8}),
         ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),
@@ -202,8 +203,17 @@ BYTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("scheme", "blocks"), BYTES.items())
-def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, blocks):
+def in_squares(weight):
+    """A weight with one scale for 128 rows each."""
+    first = torch.arange(weight.shape[0]) // 128 * 128
+    return qcore.QTensor.from_codes(weight.codes(), weight.scale[:, first].contiguous(), None, weight.format)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "blocks", "square"),
+    [*((*item, False) for item in BYTES.items()), ("wfp8afp8-g128", True, True), ("wfp8afp8-g128-token", True, True)],
+)
+def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, blocks, square):
     """Their arguments, checked by what they would compute of them."""
     from qcore_cuda import fp8
     from qcore_cuda.linear import kernel
@@ -217,7 +227,10 @@ def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, 
         assert (scale_a.dtype, scale_b.dtype, use_fast_accum) == (torch.float32, torch.float32, False)
         return multiply(a, b.t(), scale_a.double(), scale_b.double().t(), bias, out_dtype)
 
-    def two_level(codes, scale, weight, bias, out_dtype):
+    def two_level(codes, scale, weight, bias, out_dtype, squares):
+        assert (squares is not None) == square
+        if square:
+            weight = weight._replace(scale=squares.repeat_interleave(128, 1)[:, : weight.n])
         by_w = weight.scale.double().repeat_interleave(weight.group, 0)[: codes.shape[1]].t()
         by_x = scale.double().repeat_interleave(128, 0)[: codes.shape[1]].t()
         return multiply(codes, weight.data[: weight.n], by_x, by_w, bias, out_dtype)
@@ -225,7 +238,9 @@ def test_products_of_bytes_get_what_they_need(interpreter, monkeypatch, scheme, 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(fp8, "two_level", two_level)
     monkeypatch.setattr(fp8, "way_of", lambda *_: fp8.TWO_LEVEL if blocks else fp8.SCALED)
-    case = linear_problem(scheme, 20, 48, 256, bias="none" if blocks else "same")
+    case = linear_problem(scheme, 20, 144, 256, bias="none" if blocks else "same")
+    if square:
+        case = replace(case, weight=in_squares(case.weight))
     mine = kernel(case.request)
     assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
 

@@ -90,7 +90,7 @@ def int8_product(x, weight, sums, bias, out_dtype, symmetric=True, given=None, o
     return (torch.round(y / scale) + zero).clamp(-128, 127).to(out_dtype)
 
 
-def fp8_product(x, weight, bias, out_dtype, group, static):
+def fp8_product(x, weight, bias, out_dtype, group, static, squares=None):
     """Quantizes as the contract says."""
     scale = fp8_scale(DynamicFP8(group or None) if static is None else StaticFP8(static), x)
     values = quantize_fp8(x, scale).double() * scale.double()

@@ -58,11 +58,13 @@ _HARDWARE = 89
 
 
 def product(
-    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, group: int, static: float | None
-) -> Tensor:
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, group: int, static: float | None,
+    squares: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias``: x ``(M, K)`` of any strides, M >= 1, to ``(M, N)`` of ``out_dtype``.
 
-    ``group``: columns of x that share a scale, 0 for one scale per row; ``static``: the scale of all x, if given.
+    ``group``: columns of x that share a scale, 0 for one scale per row; ``static``: the scale of all x, if given;
+    ``squares``: `packing.blocks_of` the weight's scales, or None.
     """
     device = device_of(x.device)
     way = way_of(device, form_of(weight), x.shape[0], group, out_dtype, None if bias is None else bias.dtype)
@@ -83,8 +85,9 @@ def product(
     else:
         blocks = weight.scale.shape[0]
         codes, scale = _by_row(x, columns, torch.uint8, static, device, blocks if blocks > 1 else 0)
-    multiply = two_level if way == TWO_LEVEL else scaled
-    return multiply(codes, scale, weight, bias, out_dtype)
+    if way == TWO_LEVEL:
+        return two_level(codes, scale, weight, bias, out_dtype, squares)
+    return scaled(codes, scale, weight, bias, out_dtype)
 
 
 def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -96,22 +99,26 @@ def scaled(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, ou
     )  # fmt: skip
 
 
-def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def two_level(
+    codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, squares: Tensor | None
+) -> Tensor:
     """The product of bytes ``(M, KQ)`` by `kernels.fp8_hopper`; scales ``(M,)`` or, of blocks, ``(KQ / 128, M)``."""
     from .kernels.fp8_hopper import fp8_hopper
 
     (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), _TOKENS
     blocks = scale.dim() == 2
-    bn = _rows_of_tile(device, m, n, blocks=blocks)
+    bn = _rows_of_tile(device, m, n, blocks=blocks and squares is None)
+    by_row = weight.scale if squares is None else squares
     y = result(m, n, out_dtype, codes.device)
     x = codes.as_strided((rows_in_memory(codes), wide), codes.stride()).view(torch.float8_e4m3fn)
     stages = (hopper.ROOM - 4 * 64 * 64 * 2) // ((rows + bn) * 128)
     tiles = -(-n // bn) * -(-m // rows)
     launch(
         fp8_hopper, (min(tiles, device.sms),), hopper.descriptor(x, (rows, 128)), scale,
-        hopper.descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), weight.scale,
-        weight.scale if bias is None else bias, y, hopper.descriptor(y, (64, 64)), m, n, -(-wide // 128),
-        BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks, ALIGNED=n % 16 == 0, HAS_BIAS=bias is not None,
+        hopper.descriptor(weight.data.view(torch.float8_e4m3fn), (bn, 128)), by_row,
+        by_row if bias is None else bias, y, hopper.descriptor(y, (64, 64)), m, n, -(-wide // 128),
+        BM=rows, BN=bn, STAGES=stages, GROUP_M=16, BLOCKS=blocks,
+        SQUARE=squares is not None, ALIGNED=n % 16 == 0, HAS_BIAS=bias is not None,
         **options(device, 4),
     )  # fmt: skip
     return finished(y, n, device)
@@ -120,7 +127,7 @@ def two_level(codes: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None,
 def _rows_of_tile(device: Device, m: int, n: int, *, blocks: bool) -> int:
     """Rows of the weight in a tile of `kernels.fp8_hopper`: those for which programs have the least to do.
 
-    ``blocks``: with scales of blocks, which take registers, too.
+    ``blocks``: with scales of blocks for each row of the weight, which take registers, too.
     """
 
     def cost(size: int) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from qcore import DynamicFP8, LinearRequest, StaticFP8, ZeroPoint
 from qcore.plugin_api import Packed, RowsKernel, given_numbers, runs_now
 from qcore_triton.codes import numbers_of
-from qcore_triton.packing import PackedKernel, has_half, has_units, weight_of
+from qcore_triton.packing import SQUARE, PackedKernel, has_blocks, has_half, has_units, weight_of
 
 from . import ops
 from .eligibility import takes_any_group
@@ -26,16 +26,17 @@ class _Linear(PackedKernel, RowsKernel):
 
     def __init__(
         self, request: LinearRequest, kind: str, numbers: tuple[Any, ...], *, sums: bool = False, units: bool = False,
-        half: bool = False,
+        half: bool = False, blocks: bool = False,
     ) -> None:  # fmt: skip
         element = request.weight.element
         name = f"cuda.w{element.bits if element.is_integer else element.name}{kind}"
-        super().__init__(name, request.weight, request.n, request.k, sums=sums, units=units, half=half)
+        super().__init__(name, request.weight, request.n, request.k, sums=sums, units=units, half=half, blocks=blocks)
         self.out_dtype = request.out_dtype
         self._constants = (*self.sizes, *numbers, request.out_dtype)
         zero = () if self.format.zero is ZeroPoint.NONE else ("zero",)
         factor = ("factor",) if self.format.scale.has_global or half else ()
-        more = (*zero, *factor, *(("sums",) if sums else ()), *(("units",) if units else ()))
+        flags = {"sums": sums, "units": units, "blocks": blocks}
+        more = (*zero, *factor, *(name for name, there in flags.items() if there))
         self._parts = itemgetter("data", "scale", *more)
         self._replays = replays(self.name, self.format, *self._constants)
 
@@ -47,7 +48,7 @@ class _Linear(PackedKernel, RowsKernel):
         # Everything that a recorded call assumes, the devices of all tensors and the shape of a bias included.
         key: Any = (x.shape, x.stride(), x.dtype, x.get_device(), parts[0].get_device(), parts[1].dtype)
         tensors: tuple[Tensor, ...] = (x, *parts)
-        if self.units or self.half:  # the last part may be empty
+        if self.units or self.half or self.blocks:  # the last part may be empty
             key = (*key, parts[-1].shape)
         if bias is not None:
             form = (bias.dtype, bias.shape, bias.stride(), bias.get_device(), bias.is_neg())
@@ -90,13 +91,14 @@ class FP8Linear(_Linear):
         group = activation.group or 0 if isinstance(activation, DynamicFP8) else 0
         numbers = (0 if group >= request.k else group, given_numbers(activation)[0])
         half = not numbers[0] and request.out_dtype.itemsize == 2 and has_half(request.weight)
-        super().__init__(request, "afp8", numbers, half=half)
+        blocks = numbers[0] in {0, SQUARE} and has_blocks(request.weight)
+        super().__init__(request, "afp8", numbers, half=half, blocks=blocks)
         self._arguments: tuple[Any, ...] = (*self.sizes, self.element, *numbers, request.out_dtype)
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **given: Tensor) -> Tensor:
         del given  # a scale is a number of the request
         call = ops.linear_afp8 if runs_now(x) else ops.op_linear_afp8
-        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor")
+        parts = packed["data"], packed["scale"], packed.get("zero"), bias, packed.get("factor"), packed.get("blocks")
         return call(x, *parts, *self._arguments)
 
 

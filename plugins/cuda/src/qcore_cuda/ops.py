@@ -93,22 +93,22 @@ def linear_a16(
 
 def linear_afp8(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
-    n: int, k: int, bits: int, group: int, element: str, x_group: int, static_scale: float | None,
-    out_dtype: torch.dtype,
+    blocks: Tensor | None, n: int, k: int, bits: int, group: int, element: str, x_group: int,
+    static_scale: float | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """``A(x) @ W^T + bias`` with e4m3 A(x): x ``(M, K)`` float, of any strides, M at least 1, to ``(M, N)``.
 
     Activations share a scale per token if ``x_group`` is 0, else in groups of so many columns; ``static_scale`` is
-    one for all, if given.
+    one for all, if given. ``blocks``: see `packing.pack`.
     """
     check_devices(x, data, {"bias": bias})
     if needs_guard(x):
         with device_guard(x):
             return linear_afp8(
-                x, data, scale, zero, bias, factor, n, k, bits, group, element, x_group, static_scale, out_dtype
+                x, data, scale, zero, bias, factor, blocks, n, k, bits, group, element, x_group, static_scale, out_dtype
             )
     weight = Weight(data, scale, zero, n, k, bits, group, element, nonempty(factor))
-    return _fp8()(x, weight, bias_of(bias, n), out_dtype, x_group, static_scale)
+    return _fp8()(x, weight, bias_of(bias, n), out_dtype, x_group, static_scale, nonempty(blocks))
 
 
 def linear_a8(
@@ -167,7 +167,14 @@ def _linear_a16_fake(
 
 
 def _linear_afp8(x: Tensor, *rest: Any) -> Tensor:
-    return replay_call(linear_afp8, (x, *rest[:5]), rest[5:]) if x.shape[0] else _linear_a16_fake(x, *rest)
+    return replay_call(linear_afp8, (x, *rest[:6]), rest[6:]) if x.shape[0] else _linear_afp8_fake(x, *rest)
+
+
+def _linear_afp8_fake(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, factor: Tensor | None,
+    blocks: Tensor | None, n: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], n), dtype=rest[-1])
 
 
 def _linear_a8(x: Tensor, *rest: Any) -> Tensor:
@@ -200,10 +207,10 @@ op_linear_a16 = define(
     _linear_a16_fake,
 )
 op_linear_afp8 = define(
-    f"linear_afp8(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? factor, {_SIZES}, str element, int x_group, "
-    f"float? static_scale, ScalarType out_dtype) -> Tensor",
+    f"linear_afp8(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? factor, Tensor? blocks, {_SIZES}, str element, "
+    f"int x_group, float? static_scale, ScalarType out_dtype) -> Tensor",
     _linear_afp8,
-    _linear_a16_fake,
+    _linear_afp8_fake,
 )
 op_linear_a8 = define(
     f"linear_a8(Tensor x, {_WEIGHT}, Tensor? sums, Tensor? units, Tensor? bias, Tensor? x_scale, Tensor? x_zero_point, "

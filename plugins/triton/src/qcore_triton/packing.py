@@ -48,6 +48,8 @@ HALF_BLOCK = 16
 """Columns of a group of which a block has two."""
 _FLOATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "fp4": "e2m1"}
 """Elements that are decoded by arithmetic."""
+SQUARE = 128
+"""Rows and columns of a block that has one scale."""
 _SMALLEST, _LARGEST = 2.0**-14, 65504.0
 """The normal numbers of float16."""
 _UNIT_GROUPS = (32, 64)
@@ -98,20 +100,26 @@ def _scaled_exactly(format: Format) -> bool:
     return format.dtype == "fp4" and format.scale.has_global
 
 
-def packing_name(format: Format, *, sums: bool = False, units: bool = False, half: bool = False) -> str:
+def packing_name(
+    format: Format, *, sums: bool = False, units: bool = False, half: bool = False, blocks: bool = False
+) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
     name = "triton.planar16" if format.element.container_bits == _NIBBLE else "triton.rows16"
     parts = {"table": not format.element.is_integer, "sums": sums, "units": units, "half": half}
+    parts["blocks"] = blocks
     return "+".join([name, *(part for part, there in parts.items() if there)])
 
 
-def pack(weight: QTensor, *, sums: bool = False, units: bool = False, half: bool = False) -> dict[str, Tensor]:
+def pack(
+    weight: QTensor, *, sums: bool = False, units: bool = False, half: bool = False, blocks: bool = False
+) -> dict[str, Tensor]:
     """``data``, ``scale`` and, if the weight has one, ``zero``; of a global scale ``factor`` and itself.
 
     Parameters have `pitch_of` N columns, those behind N are 0: so rows of them begin on 16 bytes.
     ``sums``: also int32, the sum over each group of ``q - zero`` (of q if the zero point is not an
     integer), which corrects for a zero point of activations; ``units``: also `units_of` the scales; ``half``: scales
-    brought into float16 by a power of two, and ``factor``, which takes it back; empty if that is impossible.
+    brought into float16 by a power of two, and ``factor``, which takes it back; empty if that is impossible;
+    ``blocks``: also `blocks_of` the scales.
     """
     zero = weight.integer_zero() if weight.format.zero is ZeroPoint.INT else weight.zero
     kind, whole = weight.format.scale, weight.global_scale
@@ -128,6 +136,8 @@ def pack(weight: QTensor, *, sums: bool = False, units: bool = False, half: bool
         packed["sums"] = _parameters(group_sums(weight))
     if units:
         packed["units"] = units_of(packed["scale"])
+    if blocks:
+        packed["blocks"] = blocks_of(weight.scale)
     if half:
         factor = packed["factor"] = half_factor(scale)
         if factor.shape[0]:
@@ -222,6 +232,23 @@ def units_of(scale: Tensor) -> Tensor:
     return units if bool(exact) else none
 
 
+def has_blocks(format: Format) -> bool:
+    """Whether `blocks_of` the scales of a format may be of use: of e4m3 in groups of 128."""
+    plain = format.zero is ZeroPoint.NONE and format.scale is ScaleType.FLOAT
+    return format.dtype == "fp8" and format.group_size == SQUARE and plain
+
+
+def blocks_of(scale: Tensor) -> Tensor:
+    """Scales float32 ``(G, N / 128)``, rounded up, if 128 rows have the same each, as fp8 checkpoints; else empty."""
+    groups, n = scale.shape
+    count = -(-n // SQUARE)
+    if not has_values(scale) or not scale.numel():
+        return scale.new_empty((groups, count), dtype=torch.float32)
+    filled = torch.cat((scale, scale[:, -1:].expand(groups, count * SQUARE - n)), 1).view(groups, count, SQUARE)
+    same = bool((filled == filled[..., :1]).all())
+    return filled[..., 0].float().contiguous() if same else scale.new_empty(0, dtype=torch.float32)
+
+
 def has_half(format: Format) -> bool:
     """Whether scales of a format may be packed with `half_factor`: of integers in groups."""
     grouped = format.group_size is not None and bool(block_size(format.group_size))
@@ -304,26 +331,27 @@ def _row_codes(data: Tensor, k: int) -> Tensor:
 class PackedKernel(Kernel):
     """A kernel on weights packed as above: made for one `Format` and shape ``(n, k)``.
 
-    ``sums``, ``units``, ``half``: whether it needs them, see `pack`.
+    ``sums``, ``units``, ``half``, ``blocks``: whether it needs them, see `pack`.
     """
 
     def __init__(
-        self, name: str, format: Format, n: int, k: int, *, sums: bool = False, units: bool = False, half: bool = False
-    ) -> None:
+        self, name: str, format: Format, n: int, k: int, *,
+        sums: bool = False, units: bool = False, half: bool = False, blocks: bool = False,
+    ) -> None:  # fmt: skip
         self.name, self.format, self.n, self.k = name, format, n, k
-        self.sums, self.units, self.half = sums, units, half
+        self.sums, self.units, self.half, self.blocks = sums, units, half, blocks
         self.sizes = sizes_of(format, n, k)
         _, _, self.bits, self.group = self.sizes
         self.element = element_text(format)
 
     @property
     def packing(self) -> str:
-        return packing_name(self.format, sums=self.sums, units=self.units, half=self.half)
+        return packing_name(self.format, sums=self.sums, units=self.units, half=self.half, blocks=self.blocks)
 
     def pack(self, weight: QTensor) -> dict[str, Tensor]:
         """Raises `FormatError` unless the weight has the format and shape the kernel was made for."""
         check_weight(self.name, weight, self.format, self.n, self.k)
-        return pack(weight, sums=self.sums, units=self.units, half=self.half)
+        return pack(weight, sums=self.sums, units=self.units, half=self.half, blocks=self.blocks)
 
     def unpack(self, packed: Packed) -> QTensor:
         return unpack(packed, self.format, self.n, self.k)

@@ -56,19 +56,23 @@ def _fetch(x, w, rings, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _step(acc, x, w, sx, sw, following, there, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+def _step(acc, x, w, sx, sw, following, there, BLOCKS: gl.constexpr, SQUARE: gl.constexpr, LAYOUT: gl.constexpr):
     """A sum plus the products of 128 columns, of 64 tokens with as many rows of the weight as acc has.
 
     BLOCKS: sx, sw: their scales; those of the following step are loaded from ``following`` where ``there`` says, and
-    returned with the sum.
+    returned with the sum. SQUARE: sw is one number.
     """
     part = gl.zeros(acc.shape, gl.float32, LAYOUT)
     part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
     if BLOCKS:
         # Memory takes longer than the tensor cores: what is loaded here is used a step later.
         after = gl.load(following, mask=there, other=0.0)
+        by = sx * sw if SQUARE else sx
         part = warpgroup_mma_wait(0, deps=[part])
-        acc += part * sx[:, None] * sw[None, :]
+        if SQUARE:
+            acc += part * by[:, None]
+        else:
+            acc += part * by[:, None] * sw[None, :]
         sw = after
     else:
         part = warpgroup_mma_wait(0, deps=[part])
@@ -79,7 +83,7 @@ def _step(acc, x, w, sx, sw, following, there, BLOCKS: gl.constexpr, LAYOUT: gl.
 @gluon.jit
 def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HALF: gl.constexpr, BM: gl.constexpr,
               BN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCKS: gl.constexpr,
-              HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+              SQUARE: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Multiply and store one half (0 or 1) of the tokens of each tile."""
     xs, ws, full, empty = rings
     W: gl.constexpr = min(BN, WIDTH)
@@ -101,22 +105,28 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         acc0 = gl.zeros((64, W), gl.float32, LAYOUT)
         acc1 = acc0
         sx = rm.to(gl.float32)
-        sw = rn.to(gl.float32)
+        # Of each block the columns' scales, behind N are zeros; SQUARE: one scale for 128 of them.
+        line = (N + 127) // 128 if SQUARE else pitch_of(N)
+        first0 = n0 // 128 if SQUARE else rn
+        first1 = n0 // 128 + 1 if SQUARE else rn + W
         if BLOCKS:
             sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)
-            sw = gl.load(scale + rn, mask=rn < N, other=0.0)
+        sw0 = gl.load(scale + first0, mask=first0 < line, other=0.0)
+        sw1 = gl.load(scale + first1, mask=first1 < line, other=0.0) if PARTS == 2 else sw0
         for i in range(blocks):
             sx_after = sx
             if BLOCKS:
                 sx_after = gl.load(x_scale + (i + 1) * M + rm, mask=(rm < M) & (i + 1 < blocks), other=0.0)
-            following = scale + (i + 1) * pitch_of(N) + rn
-            there = (rn < N) & (i + 1 < blocks)
+            after = scale + (i + 1) * line
+            more = i + 1 < blocks
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
-            acc0, sw = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw, following, there, BLOCKS, LAYOUT)
+            acc0, sw0 = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw0, after + first0, more & (first0 < line),
+                              BLOCKS, SQUARE, LAYOUT)  # fmt: skip
             if PARTS == 2:
-                gl.static_assert(not BLOCKS, "sums of more than 128 rows leave no registers for scales")
-                acc1, sw = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw, following, there, BLOCKS, LAYOUT)
+                gl.static_assert(SQUARE or not BLOCKS, "sums of more than 128 rows leave no registers for scales")
+                acc1, sw1 = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw1, after + first1, more & (first1 < line),
+                                  BLOCKS, SQUARE, LAYOUT)  # fmt: skip
             sx = sx_after
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = advance(slot, phase, STAGES)
@@ -143,9 +153,11 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
 
 @gluon.jit(do_not_specialize=["M", "N", "blocks"])
 def fp8_hopper(x, x_scale, w, scale, bias, y, y_tiles, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr,
-               STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCKS: gl.constexpr, ALIGNED: gl.constexpr,
-               HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+               STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCKS: gl.constexpr, SQUARE: gl.constexpr,
+               ALIGNED: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """y ``(M, N)``, ``blocks`` steps of 128 along K; BLOCKS: each of them has scales of its own.
+
+    SQUARE: 128 rows of the weight share one, scale is ``(K / 128, N / 128)``.
 
     x, w, y_tiles: descriptors with blocks ``(BM, 128)``, ``(BN, 128)`` and ``(64, 64)``. ALIGNED: N is a
     multiple of 16.
@@ -163,8 +175,8 @@ def fp8_hopper(x, x_scale, w, scale, bias, y, y_tiles, M, N, blocks, BM: gl.cons
     rings = (xs, ws, full, empty)
     gl.warp_specialize([
         (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y0, M, N, blocks, 0, BM, BN, STAGES, GROUP_M, BLOCKS,
-                     HAS_BIAS, PDL)),
+                     SQUARE, HAS_BIAS, PDL)),
         (_multiply, (rings, x_scale, scale, bias, y, y_tiles, y1, M, N, blocks, 1, BM, BN, STAGES, GROUP_M, BLOCKS,
-                     HAS_BIAS, PDL)),
+                     SQUARE, HAS_BIAS, PDL)),
         (_fetch, (x, w, rings, M, N, blocks, BM, BN, STAGES, GROUP_M, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip
