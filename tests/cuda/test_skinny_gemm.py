@@ -87,6 +87,25 @@ def test_float_activations_are_right(scheme, index, ampere):
     assert_right(case, float_product(case, ampere, SHAPES[index]))
 
 
+@pytest.mark.parametrize("m", [1, 3, 11])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "w8afp8-g128", "w4afp8-g64-asym", "w8afp8-g64-fzp", "w4afp8-g32", "w8afp8-g192", "w8afp8", "w4afp8",
+        "w8afp8-g64-asym-token",
+    ],
+)  # fmt: skip
+def test_codes_of_e4m3_are_scaled_by_token_or_group(scheme, m, ampere, monkeypatch):
+    from qcore_cuda import fp8
+    from qcore_cuda.linear import kernel
+
+    monkeypatch.setattr(fp8, "device_of", lambda _: ampere)
+    monkeypatch.setattr(fp8.weight_only, "linear", None)
+    case = problem(scheme, m, 50, 300, torch.bfloat16, "same")
+    mine = kernel(case.request)
+    assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+
+
 @pytest.mark.parametrize(("scheme", "m"), [("w4a16-g64-asym", 1), ("w8a16-fzp", 3), ("w4a16", 5)])
 def test_float32_is_three_times_as_many_rows(scheme, m, ampere):
     case = problem(scheme, m, 48, 300, torch.float32, "same")

@@ -164,7 +164,9 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("fp8_hopper", {}), ("fp8_hopper", {"m": 9}), ("tokens", {"m": 8}),
         ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
         ("fp8_hopper", {"x": 128, "group": 128, "groups": 32}), ("fp8_hopper", {"k": 4032}),
-        *(("fp8_hopper" if m > 5 else "numbers", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (5, 6)),
+        *(("fp8_hopper" if m > 8 else "tokens", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (8, 9)),
+        ("tokens", {"x": 128, "m": 16}), ("numbers", {"x": 128, "m": 17}), ("numbers", {"x": 96, "m": 16}),
+        ("numbers", {"x": 128, "m": 16, "hip": True, "arch": 0}),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
         ("tokens", {"m": 16, "arch": 89, "n": 4100}), ("tokens", {"m": 16, "arch": 80}),
@@ -262,7 +264,7 @@ def test_codes_in_float16_are_scaled_by_token(interpreter, monkeypatch, scheme):
             y = x[:, : problem.k].double() @ numbers.t() * (1.0 if weight.factor is None else weight.factor.double())
             return (y * tokens.double()[:, None] + bias.double()).to(problem.out_dtype)
 
-    def by_token(device, form, m, out_dtype):
+    def by_token(device, form, m, group, out_dtype):
         problem = float_problem(form, m, torch.float16, torch.float16)
         return replace(problem, out_dtype=out_dtype), Choice(Product(), None)
 

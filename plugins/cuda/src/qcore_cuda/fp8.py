@@ -4,8 +4,8 @@ On GPUs whose tensor cores take e4m3, many rows are multiplied by `kernels.fp8_h
 per 128 columns, or by torch's scaled product (sm_89 and later), with scales per row. The codes of int4 weights are
 exact in e4m3, too, and are written as such for each product of many rows. Few rows, and everything else,
 take the kernels for float activations: codes with one scale per row are exact in 16-bit floats, and their float32 sums
-are scaled by the kernels for few rows and for Hopper, elsewhere afterwards; with scales per group of columns, the
-quantized activations are float32 numbers.
+are scaled by the kernels for few rows and for Hopper, elsewhere afterwards; with scales per group of columns, sums of
+blocks are scaled by the kernel for few rows, elsewhere the quantized activations are float32 numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qcore_triton.weights import INTEGER, Weight
 
 from . import weight_only
 from .kernels import fp8
-from .problem import TERMS, Form, GemmProblem, float_problem, form_of
+from .problem import Form, GemmProblem, float_problem, form_of
 from .products.aligned import columns_of, finished, result
 from .products.base import Choice
 from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
@@ -72,7 +72,7 @@ def product(
         values, _ = _by_group(x, x.shape[1], group, torch.float32, device)
         return weight_only.linear(values, weight, bias, out_dtype)
     if way == TOKENS:
-        return _by_tokens(x, weight, bias, out_dtype, static, device)
+        return _by_tokens(x, weight, bias, out_dtype, group, static, device)
     if way == SUMS:
         codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
@@ -140,10 +140,11 @@ def _rows_of_tile(device: Device, m: int, n: int, *, blocks: bool) -> int:
 @lru_cache(maxsize=8192)
 def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""
-    own = NUMBERS if group else SUMS if _by_token(device, form, m, out_dtype) is None else TOKENS
+    scaled_there = _by_token(device, form, m, group, out_dtype) is not None
+    own = TOKENS if scaled_there else NUMBERS if group else SUMS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
-    fp8 = form.element == "e4m3" and m > (ROWS // TERMS if group else FEW)
+    fp8 = form.element == "e4m3" and m > FEW
     fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
@@ -153,7 +154,9 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     return SCALED if by_row and torchs and form.n % 16 == 0 else own
 
 
-def _by_token(device: Device, form: Form, m: int, out_dtype: torch.dtype) -> tuple[GemmProblem, Choice] | None:
+def _by_token(
+    device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype
+) -> tuple[GemmProblem, Choice] | None:
     """The product of m rows of codes in float16 by a kernel that scales sums by token, if one is exact enough.
 
     Integer codes times scales of groups are rounded to float16, whose 11 bits are three more than sums of e4m3 need.
@@ -161,17 +164,23 @@ def _by_token(device: Device, form: Form, m: int, out_dtype: torch.dtype) -> tup
     if out_dtype.itemsize != NARROW or form.element.startswith("t"):
         return None
     problem = float_problem(form, m, torch.float16, torch.float16)
+    if group and (m > ROWS or group % problem.block or problem.halves):
+        return None
     choice = choose_among(device, problem, (GEMV.name,) if m <= ROWS else (GEMM_HOPPER.name,))
     return None if choice is None else (replace(problem, out_dtype=out_dtype), choice)
 
 
 def _by_tokens(
-    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, static: float | None, device: Device
-) -> Tensor:
+    x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype, group: int, static: float | None,
+    device: Device,
+) -> Tensor:  # fmt: skip
     """The product by the way `TOKENS`."""
-    found = _by_token(device, form_of(weight), x.shape[0], out_dtype)
+    found = _by_token(device, form_of(weight), x.shape[0], group, out_dtype)
     assert found is not None
     problem, (product, config) = found
+    if group:
+        codes, scale = _by_group(x, -(-problem.k // 8) * 8, group, torch.float16, device)
+        return cast("Gemv", product).multiply(codes, weight, bias, device, problem, config, scale, group)
     codes, scale = _by_row(x, columns_of(weight, problem), torch.float16, static, device)
     return cast("Gemv | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
 
@@ -200,7 +209,7 @@ def _codes(m: int, columns: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
-    """Bytes ``(M, columns)``, or numbers times their scales if ``dtype`` is float32, and scales ``(G, M)``."""
+    """Codes ``(M, columns)``, or numbers times their scales if ``dtype`` is float32, and scales ``(G, M)``."""
     m, k = x.shape
     groups, block = -(-k // group), power_of_two(group)
     together = min(power_of_two(groups), max(1, _COLUMNS // block))

@@ -111,7 +111,7 @@ def quantize_rows(x, q, scale, given, copies, M, K, KQ, row_stride, column_strid
 @triton.jit(do_not_specialize=["M"])
 def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, R: tl.constexpr, BLOCK: tl.constexpr,
                     HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """R of the G groups of a row: bytes ``(M, KQ)`` and scales ``(G, M)``, or numbers times their scales, float32."""
+    """R of the G groups of a row: bytes or float16 ``(M, KQ)`` and scales ``(G, M)``; float32 is scaled already."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -125,9 +125,9 @@ def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, 
     s = _scale(tl.max(_bits(v), 1))
     inverse = tl.div_rn(tl.full((R,), 1.0, tl.float32), s)
     c = _code(v * inverse[:, None], q, HARDWARE)
-    if q.dtype.element_ty != tl.uint8:
+    if q.dtype.element_ty == tl.float32:
         c = c * s[:, None]
-    tl.store(q + row.to(tl.int64) * KQ + at, c, mask=(inside < group)[None, :] & (at < KQ))
+    tl.store(q + row.to(tl.int64) * KQ + at, c.to(q.dtype.element_ty), mask=(inside < group)[None, :] & (at < KQ))
     tl.store(scale + g.to(tl.int64) * M + row, s, mask=g < G)
 
 

@@ -221,6 +221,31 @@ def _scaled(acc, d, s, scales, points, NB: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
+def _scales_of_x(pointer, group, M, lane, NB: tl.constexpr):
+    """Scales ``(G, M)`` of the two tokens that a lane has in each column block."""
+    out = ()
+    for n in tl.static_range(NB):
+        token = 8 * n + 2 * (lane % 4)
+        line = pointer + group * M
+        out = out + ((tl.load(line + tl.minimum(token, M - 1)), tl.load(line + tl.minimum(token + 1, M - 1))),)
+    return out
+
+
+@triton.jit
+def _by_x(d, scales, NB: tl.constexpr):
+    """Products of a block, or sums of x, times the scales of their tokens."""
+    out = ()
+    for n in tl.static_range(NB):
+        s = scales[n]
+        a = d[n]
+        if len(a) == 4:
+            out = out + ((a[0] * s[0], a[1] * s[1], a[2] * s[0], a[3] * s[1]),)
+        else:
+            out = out + ((a[0] * s[0], a[1] * s[1]),)
+    return out
+
+
+@triton.jit
 def _values(raw, SCALE: tl.constexpr):
     """Two scales as `pair` reads them in float32."""
     if SCALE.primitive_bitwidth == 8:
@@ -243,8 +268,11 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
               BITS: tl.constexpr, P: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ROW_SCALES: tl.constexpr,
               ONE_GROUP: tl.constexpr, NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
               NW: tl.constexpr, STAGES: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
-              DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """R * 16 rows of W from ``rows`` on, for `gemv`; row_scale: float32 (M,), multiplied with sums if ROW_SCALES."""
+              DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, XPER: tl.constexpr = 0):  # fmt: skip
+    """R * 16 rows of W from ``rows`` on, for `gemv`; row_scale: float32 (M,), multiplied with sums if ROW_SCALES.
+
+    XPER: instead, if not 0, row_scale is ``(G, M)``, and so many blocks share a row of it.
+    """
     T: tl.constexpr = 32 * NW
     BYTES: tl.constexpr = P // 8 if BITS == 4 else P // 4  # of a lane, row and block
     NEXT: tl.constexpr = 8 * P if BITS == 4 else P  # bytes from a block to the next
@@ -355,6 +383,10 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
             sums = none
             if AFTER:
                 sums = _sums(words, zeros, total if ONE_GROUP else none, NB, P, BF16)
+            of_x = none
+            if XPER:
+                of_x = _scales_of_x(row_scale, tl.minimum(first + u, KB - 1) // XPER, M, lane, NB)
+                sums = _by_x(sums, of_x, NB)
             group = group_of(first + u, KB, each)
             now = ()
             for i in tl.static_range(R):
@@ -395,6 +427,8 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
                     d = _tile4(w0, w8, taken0, taken8, words, before if ONE_GROUP else empty, NB, V, BF16)
                 else:
                     d = _tile8(w0, w8, words, before if ONE_GROUP else empty, NB, V, BF16, ELEMENT)
+                if XPER:
+                    d = _by_x(d, of_x, NB)
                 if RINGED and not HALVES:
                     scales = _values(pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE), SCALE)
                     d = _scaled(before, d, sums, scales, points, NB, AFTER)
@@ -439,7 +473,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
 @triton.jit(do_not_specialize=["M", "N", "K", "NP", "KB", "PER", "stride", "pitch"])
 def gemv(x, w, scale, zero, factor, bias, tokens, y, M, N, K, NP, KB, PER, stride, pitch,
          ELEMENT: tl.constexpr, FACTOR: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr,
-         ZERO: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ONE_GROUP: tl.constexpr,
+         ZERO: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, XPER: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
          BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
          DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -448,10 +482,10 @@ def gemv(x, w, scale, zero, factor, bias, tokens, y, M, N, K, NP, KB, PER, strid
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes; w: planar16 or rows16 (rows
     of ``32 * pitch`` bytes); KB: blocks of P codes along K; PER: blocks per scale group; HALVES: a block has two groups
     instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none,
-    1 integer, 2 float zero points; TOKENS: sums are multiplied by tokens, float32 (M,); XR: 1, or 8 * NB; ALIGNED:
-    scales and zero points begin on 16 bytes. A program takes R * 16 rows of W; each of its NW warps takes U blocks of K
-    at a time.
+    1 integer, 2 float zero points; TOKENS: sums are multiplied by tokens, float32 (M,); XPER: so many blocks of a token
+    have a scale, tokens are (G, M); XR: 1, or 8 * NB; ALIGNED: scales and zero points begin on 16 bytes. A program
+    takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time.
     """
     some_rows(x, w, scale, zero, factor, bias, tokens, y, tl.program_id(0) * (16 * R), M, N, K, NP, KB, PER, stride,
               pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, TOKENS, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16,
-              ALIGNED, RING, DYNAMIC, LATE, PDL)  # fmt: skip
+              ALIGNED, RING, DYNAMIC, LATE, PDL, XPER)  # fmt: skip
