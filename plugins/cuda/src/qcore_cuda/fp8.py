@@ -107,7 +107,7 @@ def two_level(
 
     (m, wide), n, device, rows = codes.shape, weight.n, device_of(codes.device), _TOKENS
     blocks = scale.dim() == 2
-    bn = _rows_of_tile(device, m, n, blocks=blocks and squares is None)
+    bn = _rows_of_tile(device, m, n, blocks=blocks)
     by_row = weight.scale if squares is None else squares
     y = result(m, n, out_dtype, codes.device)
     x = codes.as_strided((rows_in_memory(codes), wide), codes.stride()).view(torch.float8_e4m3fn)
@@ -127,7 +127,7 @@ def two_level(
 def _rows_of_tile(device: Device, m: int, n: int, *, blocks: bool) -> int:
     """Rows of the weight in a tile of `kernels.fp8_hopper`: those for which programs have the least to do.
 
-    ``blocks``: with scales of blocks for each row of the weight, which take registers, too.
+    ``blocks``: with scales of blocks, which take registers, too.
     """
 
     def cost(size: int) -> float:

@@ -107,12 +107,11 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         sx = rm.to(gl.float32)
         # Of each block the columns' scales, behind N are zeros; SQUARE: one scale for 128 of them.
         line = (N + 127) // 128 if SQUARE else pitch_of(N)
-        first0 = n0 // 128 if SQUARE else rn
-        first1 = n0 // 128 + 1 if SQUARE else rn + W
+        column = n0 // 128 if SQUARE else rn
+        sw = sx
         if BLOCKS:
             sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)
-        sw0 = gl.load(scale + first0, mask=first0 < line, other=0.0)
-        sw1 = gl.load(scale + first1, mask=first1 < line, other=0.0) if PARTS == 2 else sw0
+            sw = gl.load(scale + column, mask=column < line, other=0.0)
         for i in range(blocks):
             sx_after = sx
             if BLOCKS:
@@ -121,12 +120,12 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
             more = i + 1 < blocks
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
-            acc0, sw0 = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw0, after + first0, more & (first0 < line),
-                              BLOCKS, SQUARE, LAYOUT)  # fmt: skip
+            next_sw = after + column
+            there = more & (column < line)
+            acc0, sw = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw, next_sw, there, BLOCKS, SQUARE, LAYOUT)
             if PARTS == 2:
-                gl.static_assert(SQUARE or not BLOCKS, "sums of more than 128 rows leave no registers for scales")
-                acc1, sw1 = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw1, after + first1, more & (first1 < line),
-                                  BLOCKS, SQUARE, LAYOUT)  # fmt: skip
+                gl.static_assert(not BLOCKS, "sums of more than 128 rows leave no registers for scales")
+                acc1, sw = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw, next_sw, there, BLOCKS, SQUARE, LAYOUT)
             sx = sx_after
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = advance(slot, phase, STAGES)
@@ -140,13 +139,13 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
             for h in gl.static_range(PIECES):
                 v = gl.convert_layout(high if h == 1 else low, PIECE, assert_trivial=True)
                 first = n0 + part * W + h * 64
-                column = first + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
+                n = first + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
                 if not BLOCKS:
                     token = m0 + gl.arange(0, 64, gl.SliceLayout(1, PIECE))
                     v *= gl.load(x_scale + token, mask=token < M, other=0.0)[:, None]
-                    v *= gl.load(scale + column, mask=column < N, other=0.0)[None, :]
+                    v *= gl.load(scale + n, mask=n < N, other=0.0)[None, :]
                 if HAS_BIAS:
-                    v += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
+                    v += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
                 leave(v.to(y.dtype.element_ty), y_tiles, [m0, first], buffers, PIECES * part + h, PIECES * PARTS)
     tma.store_wait(0)
 
