@@ -164,7 +164,7 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("fp8_hopper", {}), ("fp8_hopper", {"m": 9}), ("tokens", {"m": 8}),
         ("fp8_hopper", {"out": torch.float16, "bias": torch.float32}),
         ("fp8_hopper", {"x": 128, "group": 128, "groups": 32}), ("fp8_hopper", {"k": 4032}),
-        *(("fp8_hopper" if m > 8 else "tokens", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (8, 9)),
+        *(("fp8_hopper" if m > 16 else "tokens", {"x": 128, "group": 128, "groups": 32, "m": m}) for m in (16, 17)),
         ("tokens", {"x": 128, "m": 16}), ("numbers", {"x": 128, "m": 17}), ("numbers", {"x": 96, "m": 16}),
         ("numbers", {"x": 128, "m": 16, "hip": True, "arch": 0}),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),

@@ -47,7 +47,7 @@ NARROW = 2
 _EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
 """The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
 FEW = 8
-"""The most rows for which other ways are faster than e4m3 times e4m3, if rows of the weight have one scale."""
+"""The most rows for which other ways are faster than e4m3 times e4m3, if weights have a scale per row; else `ROWS`."""
 _TOKENS = 128
 """Tokens of a tile of `kernels.fp8_hopper`."""
 _TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.4}
@@ -144,7 +144,7 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     own = TOKENS if scaled_there else NUMBERS if group else SUMS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
-    fp8 = form.element == "e4m3" and m > FEW
+    fp8 = form.element == "e4m3" and m > (FEW if by_row else ROWS)
     fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
