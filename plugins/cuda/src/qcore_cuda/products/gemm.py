@@ -19,7 +19,7 @@ from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import spread
-from .aligned import aligned, copies_of_x
+from .aligned import aligned, copies_of_result, copies_of_x
 from .base import Choice, FloatProduct, decoding
 
 
@@ -92,7 +92,8 @@ class Gemm(FloatProduct[Tile]):
         return Work(tiles * config.split, problem.k / (128 * config.split))
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return copies_of_x(problem, problem.block)
+        # Rows of the result that begin anywhere are stored value by value, which takes as long as copying them.
+        return copies_of_x(problem, problem.block) + copies_of_result(problem)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
