@@ -169,7 +169,7 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("numbers", {"x": 128, "m": 16, "hip": True, "arch": 0}),
         ("scaled", {"arch": 89}), ("scaled", {"arch": 100, "bias": torch.bfloat16}),
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
-        ("tokens", {"m": 16, "arch": 89, "n": 4100}), ("tokens", {"m": 16, "arch": 80}),
+        ("tokens", {"m": 16, "arch": 89}), ("tokens", {"m": 16, "arch": 80}),
         ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
         ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("sums", {"zero": torch.bfloat16}),
         ("tokens", {"element": "e5m2"}), ("sums", {"element": "t" + "0" * 128}), ("tokens", {"scale": torch.uint8}),

@@ -47,7 +47,7 @@ NARROW = 2
 _EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
 """The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
 FEW = 8
-"""The most rows for which other ways are faster than e4m3 times e4m3, if weights have a scale per row; else `ROWS`."""
+"""The most rows for which other ways are faster than `kernels.fp8_hopper` with a scale per row; otherwise `ROWS`."""
 _TOKENS = 128
 """Tokens of a tile of `kernels.fp8_hopper`."""
 _TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.4}
@@ -140,15 +140,15 @@ def _rows_of_tile(device: Device, m: int, n: int, *, blocks: bool) -> int:
 @lru_cache(maxsize=8192)
 def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtype, bias: torch.dtype | None) -> str:
     """How a product of m rows is computed."""
-    scaled_there = _by_token(device, form, m, group, out_dtype) is not None
+    scaled_there, on_hopper = _by_token(device, form, m, group, out_dtype) is not None, hopper.fits(device, BLOCK)
     own = TOKENS if scaled_there else NUMBERS if group else SUMS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
-    fp8 = form.element == "e4m3" and m > (FEW if by_row else ROWS)
+    fp8 = form.element == "e4m3" and m > (FEW if by_row and on_hopper else ROWS)
     fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
-    if hopper.fits(device, BLOCK):
+    if on_hopper:
         return TWO_LEVEL
     torchs = device.arch >= _HARDWARE and out_dtype == torch.bfloat16 and bias in (None, out_dtype)
     return SCALED if by_row and torchs and form.n % 16 == 0 else own
