@@ -143,3 +143,24 @@ def test_a_row_without_a_number_gives_none_and_leaves_the_others(name):
 
 def test_no_rows_give_no_rows():
     assert product(problem("w4a8-g32", 0, 20, 64)).shape == (0, 20)
+
+
+@pytest.mark.parametrize("bias", ["none", "same"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-asym-aasym", "w8a8-static-o8", "w4a8-g32-asym-token-o8t", "w4a8-g64"])
+def test_many_rows_that_begin_anywhere_are_padded(scheme, bias):
+    from qcore_cuda import int8
+    from qcore_cuda.linear import kernel
+
+    case = problem(scheme, 70, 50, 160, torch.bfloat16, bias)
+    mine, launched = kernel(case.request), []
+    packed = mine.pack(case.weight)
+
+    def padded(y, n, device):
+        launched.append((y.shape, n))
+        return finished(y, n, device)
+
+    finished = int8.finished
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8, "finished", padded)
+        assert_right(case, mine.run(case.x, packed, case.bias, **case.given))
+    assert launched == [((70, 64), 50)]

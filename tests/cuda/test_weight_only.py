@@ -264,3 +264,22 @@ def test_float16_takes_hoppers_kernel_if_its_scales_allow_it(monkeypatch):
         assert GEMM_HOPPER.serves(device, float_problem(form, 512, half, half)) == factor
         assert SLICES.serves(device, float_problem(form, 16, half, half)) != factor
         assert not GEMM_HOPPER.serves(device, float_problem(form, 512, half, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("scheme", "n", "k"), [("w4a16-g32-asym", 50, 161), ("w8a16-fzp", 33, 77), ("nf4", 24, 100)])
+def test_dequantized_rows_begin_on_16_bytes(interpreter, monkeypatch, scheme, n, k, dtype):
+    from qcore_cuda.products import dense
+
+    case, seen = problem(scheme, 20, n, k, dtype, "same"), []
+
+    def product_of(x, w, bias, out_dtype):
+        seen.extend([x.shape[1] % 8, *(side % 8 for side in w.shape), x.is_contiguous()])
+        return multiplied(x, w, bias, out_dtype)
+
+    multiplied = dense.product_of
+    monkeypatch.setattr(dense, "product_of", product_of)
+    y = float_product(case, cuda_problems.packed_weight(case)[0], dense.DENSE, dense.Whole())
+    assert seen == [0, 0, 0, True]
+    assert y.shape == (20, n)
+    assert_right(case, y)
