@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..errors import QcoreWarning, first_line
 from ..nn.graph_ops import CAPTURES
@@ -38,6 +39,10 @@ GRADIENTS = (
     "torch.no_grad(), or compile it with another backend for training"
 )
 INNER_GRADIENTS = "graph backends run inference only, and this graph computes gradients within (torch.func)"
+ASKS = (
+    "torch asks a tensor for its value, as .item() does, to compile this graph, and the value is known only when it "
+    "runs: pass a Python number where this one is a size or another number"
+)
 COPIES = "its arguments share memory with what it writes, and integers are indices of parts that it would copy"
 _MANY = 16
 """For how many values of its numbers a graph is compiled before a warning says so."""
@@ -146,7 +151,8 @@ class Captured:
         except Exception as error:  # noqa: BLE001 - a backend's compiler may raise anything
             _log.debug("compiling for %s failed", self._backend.name, exc_info=True)
             report.parts, report.host = [], []
-            return self._refuse(report, f"{type(error).__name__}: {first_line(error)}")
+            asks = isinstance(error, DataDependentOutputException)
+            return self._refuse(report, ASKS if asks else f"{type(error).__name__}: {first_line(error)}")
 
     def _given(self, values: Sequence[Any]) -> list[programs.Given]:
         refs = (weakref.ref(value) if isinstance(value, Tensor) else None for value in values)

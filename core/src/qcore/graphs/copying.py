@@ -23,6 +23,11 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
+def plain(name: str) -> str:
+    """The name of an operator of Python, as Dynamo records it under a mode such as `torch.device`: ``eq`` of __eq__."""
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
 def written_in(graph: fx.Graph) -> set[int]:
     """The memories (`memory_of`) that a call of ``graph`` may write to."""
     found = {one for node in graph.nodes for given in _written(node) for one in _memories(value_of(given))}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .copying import IN_PLACE, is_in_order, may_be_copy, memory_of, name_of, value_of, written_in
+from .copying import IN_PLACE, is_in_order, may_be_copy, memory_of, name_of, plain, value_of, written_in
 
 
 class Passed(NamedTuple):
@@ -309,14 +309,9 @@ def _write(passing: _Passing, node: fx.Node) -> None:
 
 
 def _rule_of(node: fx.Node) -> _Rule | None:
-    name = _plain(name_of(node))
+    name = plain(name_of(node))
     own = any(node.target == getattr(module, name, None) for module in (operator, torch, torch._refs))  # noqa: SLF001
     return _RULES.get(name) if own or node.op == "call_method" else None  # what users call "add" may need a number
-
-
-def _plain(name: str) -> str:
-    """The name of an operator of Python, as Dynamo records it under a mode such as `torch.device`: ``eq`` of __eq__."""
-    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 _Rule = Callable[[_Passing, fx.Node], None]

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from .copying import value_of
 from .integer_rules import ANY, Limits, has_symbols, pass_as_tensors, symbols_of
+from .items import is_item
 
 
 class Integers(NamedTuple):
@@ -71,20 +72,26 @@ def take_integers(module: fx.GraphModule) -> tuple[fx.GraphModule, Integers | No
     if not passed and not any(count is not None for count in counts):
         return module, None
     for node in reversed(rest.nodes):
-        if node.op == "call_function" and not node.users and isinstance(value_of(node), (int, torch.SymInt)):
+        if (node.op == "call_function" or is_item(node)) and not node.users and _is_integer(node):
             rest.erase_node(node)
     apart = _apart(module, counted, counts, [inner[one.number] for one in passed])
     return fx.GraphModule(module, rest), Integers(apart, [one.device for one in passed], [*passed.values()])
 
 
 def _counted(module: fx.GraphModule) -> dict[fx.Node, None]:
-    """The nodes that are integers computed from arguments that are."""
+    """The nodes that are integers computed from arguments that are, or that stand for one."""
     counted: dict[fx.Node, None] = {}
     for node in module.graph.nodes:
         inner = node.op == "call_function" and all(one in counted for one in node.all_input_nodes)
-        if (inner or node.op == "placeholder") and isinstance(value_of(node), (int, torch.SymInt)):
+        if (inner or node.op == "placeholder" or is_item(node)) and _is_integer(node):
             counted[node] = None
     return counted
+
+
+def _is_integer(node: fx.Node) -> bool:
+    """Whether a node is an integer that Dynamo knows, unlike those of tensors with ``capture_scalar_outputs``."""
+    value = value_of(node)
+    return value.node.has_hint() if isinstance(value, torch.SymInt) else isinstance(value, int)
 
 
 def _apart(

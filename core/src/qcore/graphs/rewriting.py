@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from .items import ask_items, is_item
+
 
 def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of the recorded graph in which linear, attention and norms call ``torch.ops.qcore_graph``.
@@ -20,6 +22,7 @@ def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    ask_items(graph)
     if computes(module, "_jvp_increment_nesting"):
         return fx.GraphModule(module, graph)
     for node in graph.nodes:
@@ -53,32 +56,28 @@ def _cast(before: fx.Node, one: Any, dtype: torch.dtype) -> Any:
 
 
 def scalars(module: fx.GraphModule) -> list[int]:
-    """Positions of the placeholders that stand for Python floats.
+    """Positions of the placeholders that stand for Python floats, or for integers that no tensor can take the place of.
 
     Once a float of a module differs between two calls (the epsilon of a norm, in two models), Dynamo passes it as a
-    tensor, of which the graph asks `item`.
+    tensor, of which the graph asks `item`. For integers see `items`.
     """
     places = enumerate(module.graph.find_nodes(op="placeholder"))
-    return [i for i, place in places if place.users and all(map(_is_item, place.users))]
+    return [i for i, place in places if any(map(is_item, place.users))]
 
 
 def with_scalars(module: fx.GraphModule, values: Mapping[int, float]) -> fx.GraphModule:
-    """A copy of the graph with the values of its `scalars`, by position, as constants."""
+    """A copy of the graph with the values of its `scalars`, by position, as constants where it asks for them."""
     if not values:
         return module
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     places = graph.find_nodes(op="placeholder")
     for i, value in values.items():
-        for user in list(places[i].users):
+        for user in [one for one in places[i].users if is_item(one)]:
             with graph.inserting_before(user):
-                user.replace_all_uses_with(graph.call_function(float, (value,)))
+                user.replace_all_uses_with(graph.call_function(type(value), (value,)))
             graph.erase_node(user)
     return fx.GraphModule(module, graph)
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "item"
 
 
 _Made = tuple[Any, tuple[Any, ...]] | None
