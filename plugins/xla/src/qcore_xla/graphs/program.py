@@ -29,6 +29,7 @@ from ..engines.crossing import array_of, array_of_bytes, in_pairs, joined, parte
 from ..engines.inbox import Inbox
 from ..engines.jax import alone_on, device_of, writable
 from ..memo import Memo
+from .apart import without_callers
 from .kept import kept_on_disk
 from .layers import Cuts, Made, Siblings, Together, joined_tensors, layer_of, siblings
 from .lowering import lowered
@@ -256,7 +257,7 @@ class Program:
     def _first_run(self, states: list[Any], fixed: list[Any], fresh: list[Any]) -> Any:
         """Raises `PartRefused` for what cannot be traced or compiled, such as arguments that no rule takes."""
         try:
-            return self.jitted(states, fixed, fresh)
+            return without_callers(lambda: self.jitted(states, fixed, fresh))
         except PartRefused:
             raise
         except Exception as error:
