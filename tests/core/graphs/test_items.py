@@ -45,8 +45,8 @@ def calls(function, backend, numbers, dtype):
     with torch.no_grad():
         for number in numbers:
             x, k = torch.randn(5, 5), torch.tensor(number, dtype=dtype)
-            found += [one.clone() for one in (*compiled(mine, x, k), mine)]
-            expected += [one.clone() for one in (*function(theirs, x, k), theirs)]
+            found += [one.clone() for one in (*compiled(mine, x, k.clone()), mine)]
+            expected += [one.clone() for one in (*function(theirs, x, k.clone()), theirs)]
     return found, expected
 
 
@@ -56,6 +56,36 @@ def test_indices_run_on_the_device(function, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error", qcore.QcoreWarning)
         found, expected = calls(function, TorchParts(), (3, 0, 2, 4, 1, 2), dtype)
+    assert all(map(torch.equal, found, expected))
+    assert not explain().refused
+
+
+def counts(table, x, k):
+    """An index that is counted afterwards, as caches of models do."""
+    table[k] = x[0]
+    y = table[:, k] * 2
+    k += 1
+    return y, k * 1
+
+
+def counts_first(table, x, k):
+    """Dynamo does not record this as one graph, unless values of tensors are captured."""
+    k += 1
+    return table + k, table[k] * 2
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("function", [counts, counts_first])
+def test_indices_that_the_graph_writes(function, captured):
+    with torch._dynamo.config.patch(capture_scalar_outputs=captured):
+        found, expected = calls(function, TorchParts(), (0, 1, 2, 3), torch.int64)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_counted_index_runs_on_the_device():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", qcore.QcoreWarning)
+        found, expected = calls(counts, TorchParts(), (0, 1, 2, 3), torch.int64)
     assert all(map(torch.equal, found, expected))
     assert not explain().refused
 

@@ -30,7 +30,7 @@ def plain(name: str) -> str:
 
 def written_in(graph: fx.Graph) -> set[int]:
     """The memories (`memory_of`) that a call of ``graph`` may write to."""
-    found = {one for node in graph.nodes for given in _written(node) for one in _memories(value_of(given))}
+    found = {one for node in graph.nodes for given in written_by(node) for one in _memories(value_of(given))}
     return found | {one for node in graph.nodes if _has_changed(node) for one in _memories(value_of(node))}
 
 
@@ -80,7 +80,7 @@ def _has_changed(node: fx.Node) -> bool:
     return memory_of(value) is not None and version(value) > 0
 
 
-def _written(node: fx.Node) -> Sequence[fx.Node]:
+def written_by(node: fx.Node) -> Sequence[fx.Node]:
     """The arguments that a call may write to. Not all change a version: ``torch._foreach_add_``, running averages."""
     name, target = name_of(node), node.target
     overloads: Any = [target] if isinstance(target, torch._ops.OpOverload) else []  # noqa: SLF001 - no public name

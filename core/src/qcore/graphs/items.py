@@ -8,12 +8,13 @@ graph from then on, see `integers`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .copying import name_of, plain, value_of
+from .copying import memory_of, name_of, plain, value_of, written_by
 
 _PLACES: Mapping[str, int] = {"getitem": 1, "setitem": 1, "select": 2, "narrow": 2}
 """By the name of a call, which argument has integers."""
@@ -23,13 +24,12 @@ _INTEGERS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
 def ask_items(graph: fx.Graph) -> None:
     """Let ``graph`` call `Tensor.item` of its arguments without dimensions where they stand for an integer."""
-    asked: dict[fx.Node, fx.Node] = {}
+    asking = _Asking(graph)
     for node in list(graph.nodes):
         at = _PLACES.get(plain(name_of(node)))
-        if at is None or at >= len(node.args) or not isinstance(value_of(node.args[0]), Tensor):
-            continue
-        known = fx.node.map_arg(node.args[at], lambda one: _asked(graph, one, asked))
-        node.update_arg(at, known)
+        if at is not None and at < len(node.args) and isinstance(value_of(node.args[0]), Tensor):
+            node.update_arg(at, fx.node.map_arg(node.args[at], partial(asking.number, is_index=at == 1)))
+        asking.written |= {memory_of(value_of(one)) for one in written_by(node)}
 
 
 def is_item(node: Any) -> bool:
@@ -38,13 +38,27 @@ def is_item(node: Any) -> bool:
     return called and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
 
 
-def _asked(graph: fx.Graph, one: fx.Node, asked: dict[fx.Node, fx.Node]) -> fx.Node:
-    value = value_of(one)
-    number = getattr(value, "item_memo", None)  # as Dynamo knows it
-    if one.op != "placeholder" or number is None or value.dim() > 0 or value.dtype not in _INTEGERS:
-        return one
-    if one not in asked:
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            asked[one] = graph.call_method("item", (one,))
-        asked[one].meta["example_value"] = number
-    return asked[one]
+class _Asking:
+    """**Attributes:** ``written``: the memories that the graph has written to before the node that is looked at."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._asked: dict[fx.Node, fx.Node] = {}
+        self.written: set[int | None] = set()
+
+    def number(self, one: fx.Node, *, is_index: bool) -> fx.Node:
+        """What asks ``one`` for its value, if it has that from the beginning; otherwise ``one``."""
+        value = value_of(one)
+        is_given = one.op == "placeholder" and isinstance(value, Tensor) and memory_of(value) not in self.written
+        if not is_given or value.dim() > 0 or value.dtype not in _INTEGERS:
+            return one
+        # Dynamo forgets the number of what the graph writes later, a count. Then a program is for one value, and so is
+        # what Dynamo records if it is an index: there are as many as it allows. Others would be ever new programs.
+        known = getattr(value, "item_memo", None)
+        if known is None and not is_index:
+            return one
+        if one not in self._asked:
+            with self._graph.inserting_after(self._graph.find_nodes(op="placeholder")[-1]):
+                self._asked[one] = self._graph.call_method("item", (one,))
+            self._asked[one].meta["example_value"] = known
+        return self._asked[one]
