@@ -116,6 +116,38 @@ def test_short_rows_of_channels(channels, geometry, outputs, scheme, dtype):
     torch.testing.assert_close(layer(some), alone, rtol=0, atol=0, equal_nan=True)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", [
+    "w8a8-aasym", "w4a8-asym-aasym", "w8a8-fzp-aasym", "w8a8-g32", "w8a8-g64-asym-aasym", "w4a8-g32-fzp-aasym",
+    "w4a8-g128-asym", "w8a8-g96-aasym-o8(0.1,-3)", "w4a8-g32-static(0.02,5)", "w8a8-g64-fzp-static(0.02,0)",
+])  # fmt: skip
+@pytest.mark.parametrize("outputs", [6, 17, 48])
+@pytest.mark.parametrize(("channels", "geometry"), [
+    (104, {"kernel_size": 1}), (40, {"kernel_size": 1, "stride": 2, "padding": 1}), (64, {"kernel_size": 3, "padding": 1}),
+    (8, {"kernel_size": (3, 5), "padding": (1, 4), "stride": (2, 1)}), (3, {"kernel_size": 7, "padding": 3, "stride": 2}),
+    (24, {"kernel_size": 3, "padding": (2, 1), "dilation": (1, 2)}), (5, {"kernel_size": 3, "bias": False}),
+])  # fmt: skip
+def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme, dtype):
+    """Windows are rows of a linear layer, to the bit: zero points, padding, columns in groups, the last ones in part."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(channels, outputs, **geometry).to(dtype)
+    x = torch.randn(2, channels, 9, 41).to(dtype) + torch.randint(-2, 3, (2, 1, 9, 41))
+    x *= torch.tensor([1, 1, 1, 8, 0.01])[torch.randint(5, (2, 1, 9, 41))]
+    x[0, :, 2:6, 5:10] = 0
+    if "static" not in scheme:  # whose code of NaN is any
+        x[1, 1, 4, 8], x[1, channels - 1, 4, 15], x[1, 0, 0, 2] = float("nan"), float("-inf"), -60000
+        x[1, 0, 7, 30] = -x[1, 1, 4, 8]
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+    layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
+    rows = qcore.nn.QuantizedLinear.from_float(linear_of(conv), scheme)
+    assert layer.decision.kernel.windows_last == (channels % 8 == 0 or "static" not in scheme)
+    found, expected = layer(x), rows(windows_of(x, conv)).permute(0, 3, 1, 2)
+    exact = layer.decision.kernel.windows_last  # else planes
+    rounding = 0 if exact else {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+
+
 def linear_of(conv):
     weight = conv.weight.detach().permute(0, 2, 3, 1).flatten(1)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)

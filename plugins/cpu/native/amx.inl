@@ -286,10 +286,25 @@ static void amx_windows_of(const Weight& w, const Output& out, const Windows& x,
   (has_zeros(w) ? amx_window_tiles<E, H, true> : amx_window_tiles<E, H, false>)(w, out, x, nb, count, row0);
 }
 
+// Weights in groups: rows of codes as those of linear layers.
+static void amx_groups(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count, int64_t row0) {
+  const int most = even_rows(count, AMX_ROWS), slots = (int)x.groups->step;
+  SpikeList none{};
+  Input in{};
+  in.mode = AFFINE;
+  for (int64_t r = 0; r < count; r += most) {
+    const int here = (int)(count - r < most ? count - r : most);
+    const Rows rows{(int8_t*)x.x + r * x.step, 4, x.step, (float*)x.scales + r, x.groups->sums + r, x.groups->begin + r,
+                    x.groups->totals + r, (int32_t*)x.zeros + (x.zeros ? r : 0), &none};
+    amx_product(w, in, out, rows, nb, slots, here, 1, row0 + r);
+  }
+}
+
 static void amx_window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count,
                                int64_t row0) {
   const bool four = w.element == INT4, one = w.n - nb * COLUMNS <= LANES;
-  if (count < AMX_FROM || tile_steps(x.run, four) < AMX_LEAST_STEPS) return window_product(w, out, x, nb, count, row0);
+  if (x.groups && count >= AMX_FROM) return amx_groups(w, out, x, nb, count, row0);
+  if (x.groups || count < AMX_FROM || tile_steps(x.run, four) < AMX_LEAST_STEPS) return window_product(w, out, x, nb, count, row0);
   if (one) (four ? amx_windows_of<INT4, 1> : amx_windows_of<INT8, 1>)(w, out, x, nb, count, row0);
   else (four ? amx_windows_of<INT4, 2> : amx_windows_of<INT8, 2>)(w, out, x, nb, count, row0);
 }

@@ -1,4 +1,4 @@
-// Convolutions: codes of whole images, or of windows by the largest magnitude of each.
+// Convolutions: codes of whole images, or of windows by the largest magnitude, or the extremes, of each.
 
 // The sum of codes: of vectors, and of what is no whole vector.
 struct CodeSum {
@@ -12,26 +12,37 @@ struct CodeSum {
     lanes = dot(lanes, set_bytes(1), q);
     store_part_64(codes, q, count);
   }
+  void add(const int8_t* codes, int64_t count) {
+    for (int64_t i = 0; i < count; i += 4 * LANES) lanes = dot(lanes, set_bytes(1), load_part_64(codes + i, count - i));
+  }
 #else
   int32_t rest = 0;
+  void add(const int8_t* codes, int64_t count) {  // a multiple of 4 * LANES
+    for (int64_t i = 0; i < count; i += 4 * LANES) lanes = dot(lanes, set_i(0x01010101), load_i(codes + i));
+  }
   int32_t all() const { return sum_i(lanes) + rest; }
 #endif
 };
 
-// CLAMP: values may lie beyond the codes; without it the scale was made for their largest.
-template <Type TYPE, bool CLAMP>
+// Where values lie: the scale was made for their largest magnitude, or for their extremes, so that rounding can lead one
+// beyond the codes; or it is a given one.
+enum Range : int { WITHIN, BETWEEN, ANYWHERE };
+
+template <Type TYPE, Range RANGE>
 static inline __attribute__((always_inline)) void
 run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* codes, CodeSum& sum) {
   const F f = set_f(inverse), most = set_f(1e6f);
 #ifdef QCORE_PARTS  // narrowed by saturation, which takes care of bounds
   const I zeros = set_words((int16_t)zero);
   // What is below int32 becomes its least number.
-  const auto rounded = [&](F v) { return CLAMP ? round_i(min_f(mul_f(v, f), most)) : round_i(mul_f(v, f)); };
+  const auto rounded = [&](F v) { return RANGE == ANYWHERE ? round_i(min_f(mul_f(v, f), most)) : round_i(mul_f(v, f)); };
   int64_t i = 0;
   for (; i + 4 * LANES <= count; i += 4 * LANES) {
-    if constexpr (TYPE == BF16 && !CLAMP) {
-      const uint16_t* words = (const uint16_t*)x + i;
+    const uint16_t* words = (const uint16_t*)x + i;
+    if constexpr (TYPE == BF16 && RANGE == WITHIN) {
       sum.store(bf16_to_codes(load_i(words), load_i(words + 2 * LANES), f), codes + i);
+    } else if constexpr (TYPE == BF16 && RANGE == BETWEEN) {
+      sum.store(bf16_to_codes(load_i(words), load_i(words + 2 * LANES), f, zeros), codes + i);
     } else {
       const auto whole = [&](int64_t at) { return rounded(widen_f(x, at, TYPE)); };
       const I first = whole(i), second = whole(i + LANES), third = whole(i + 2 * LANES);
@@ -40,10 +51,15 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
   }
   const int64_t left = count - i;
   if (!left) return;
-  if constexpr (TYPE == BF16 && !CLAMP) {
-    const uint16_t* words = (const uint16_t*)x + i;
+  const uint16_t* words = (const uint16_t*)x + i;
+  if constexpr (TYPE == BF16 && RANGE == WITHIN) {
     if (left <= 2 * LANES) sum.store(bf16_to_codes(load_part_32(words, left), f), codes + i, left);
     else sum.store(bf16_to_codes(load_i(words), load_part_32(words + 2 * LANES, left - 2 * LANES), f), codes + i, left);
+  } else if constexpr (TYPE == BF16 && RANGE == BETWEEN) {
+    const I q = left <= 2 * LANES
+        ? bf16_to_codes(load_part_32(words, left), f, zeros)
+        : bf16_to_codes(load_i(words), load_part_32(words + 2 * LANES, left - 2 * LANES), f, zeros);
+    sum.store(part_of_64(q, left), codes + i, left);
   } else {
     const auto part = [&](int64_t at) {
       return left > at ? rounded(widen_part_f(x, i + at, TYPE, left - at)) : set_i(0);
@@ -56,7 +72,7 @@ run_codes(const char* x, int64_t count, float inverse, int32_t zero, int8_t* cod
   const I z = set_i(zero), high = set_i(127), low = set_i(-128);
   const auto code = [&](F v) {
     if (TYPE == I8) return round_i(v);
-    if (!CLAMP) return round_i(mul_f(v, f));
+    if (RANGE == WITHIN) return round_i(mul_f(v, f));
     return max_i(min_i(add_i(round_i(max_f(min_f(mul_f(v, f), most), least)), z), high), low);
   };
   int64_t i = 0;
@@ -105,10 +121,27 @@ static void all_codes(const Runs& x, float inverse, int32_t zero, int8_t* codes,
     CodeSum own[LANES];
     for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE), codes += x.count) {
       if (TYPE == I8) copy_codes((const int8_t*)from, x.count, codes, own[r]);
-      else run_codes<TYPE, true>(from, x.count, inverse, zero, codes, own[r]);
+      else run_codes<TYPE, ANYWHERE>(from, x.count, inverse, zero, codes, own[r]);
     }
     sums_of(own, some);
     __builtin_memcpy(sums + first, some, (size_t)here * 4);
+  }
+}
+
+static void group_sums(const Weight& w, const int8_t* q, int64_t step, int64_t rows, const int32_t* zeros, const GroupSums& to) {
+  const int64_t group = w.at.group;
+  for (int64_t g = 0; g < w.at.groups; g++) {
+    const int32_t counted = (int32_t)(w.at.k - g * group < group ? w.at.k - g * group : group);
+    for (int64_t first = 0; first < rows; first += LANES) {
+      const int64_t at = g * to.step + first;
+      CodeSum own[LANES];
+      for (int64_t r = 0; r < LANES && first + r < rows; r++) own[r].add(q + (first + r) * step + g * group, group);
+      sums_of(own, to.sums + at);
+      const I sums = load_i(to.sums + at);
+      store_lanes(to.begin + at, mul_i(sums, set_i(-read_offset(w))));
+      if (!w.added) continue;
+      store_f(to.totals + at, to_f(zeros ? sub_i(sums, mul_i(load_i(zeros + first), set_i(counted))) : sums));
+    }
   }
 }
 
@@ -179,6 +212,70 @@ static void magnitudes(const Runs& x, int32_t* to) {
   else run_magnitudes<F16>(x, to);
 }
 
+// The same of positive and of negative values, each 0 where there are none; NaN counts by its sign. A float is the larger the
+// larger its bits are, as integers, and those of negative ones are negative.
+template <Type TYPE>
+static inline void lane_extremes(const char* x, int64_t count, I& high, I& low) {
+  const I sign = set_i((int32_t)0x80000000);
+  high = low = set_i(0);
+  int64_t i = 0;
+#ifdef QCORE_PARTS
+  if constexpr (TYPE == BF16) {
+    const I signs = set_i((int32_t)0x80008000);
+    const auto include = [&](I v) { high = max_signed_words(high, v), low = max_signed_words(low, xor_i(v, signs)); };
+    for (; i + 2 * LANES <= count; i += 2 * LANES) include(load_i((const uint16_t*)x + i));
+    if (i < count) include(load_part_32((const uint16_t*)x + i, count - i));  // 0 behind them, or -0
+    high = max_i(shl_i<16>(high), and_i(high, set_i((int32_t)0xffff0000)));
+    low = max_i(shl_i<16>(low), and_i(low, set_i((int32_t)0xffff0000)));
+    return;
+  }
+#endif
+  const auto include = [&](F v) {
+    high = max_i(high, bits(v));
+    low = max_i(low, add_i(bits(v), sign));  // the other sign
+  };
+  for (; i + LANES <= count; i += LANES) include(widen_f(x, i, TYPE));
+  if (i == count) return;
+#ifdef QCORE_PARTS
+  include(widen_part_f(x, i, TYPE, count - i));
+#else
+  alignas(64) float values[LANES] = {0};
+  widen(x + i * type_size(TYPE), TYPE, count - i, values);
+  include(load_f(values));
+#endif
+}
+
+template <Type TYPE>
+static void run_extremes(const Runs& x, int32_t* high, int32_t* low) {
+  const char* from = (const char*)x.x;
+#ifdef QCORE_PARTS
+  for (int64_t first = 0; first < x.runs; first += LANES) {
+    const int64_t here = x.runs - first < LANES ? x.runs - first : LANES;
+    F most[LANES], least[LANES];
+    for (int i = 0; i < LANES; i++) most[i] = least[i] = set_f(0);
+    for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE)) {
+      I above, below;
+      lane_extremes<TYPE>(from, x.count, above, below);
+      most[r] = from_bits(above), least[r] = from_bits(below);
+    }
+    store_part_f((float*)high + first, from_bits(largest_each_i(most)), here);
+    store_part_f((float*)low + first, from_bits(largest_each_i(least)), here);
+  }
+#else
+  for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE)) {
+    I above, below;
+    lane_extremes<TYPE>(from, x.count, above, below);
+    high[r] = largest_i(above), low[r] = largest_i(below);
+  }
+#endif
+}
+
+static void extremes(const Runs& x, int32_t* high, int32_t* low) {
+  if (x.type == F32) run_extremes<F32>(x, high, low);
+  else if (x.type == BF16) run_extremes<BF16>(x, high, low);
+  else run_extremes<F16>(x, high, low);
+}
+
 // Where pixels lie side by side, windows that overlap and have one scale share codes; a copy of fewer would take
 // longer.
 constexpr int64_t FEWEST_READY = 64;
@@ -225,27 +322,34 @@ struct WindowLine {
     const int64_t left = v * image.sw - image.pw;
     return beside && left >= 0 && left + image.kw <= image.width;
   }
-  // The codes of window v, of which a part may be padding.
-  template <Type TYPE>
-  void codes(int64_t v, float inverse, int8_t* to, CodeSum& sum) const {
+  // The codes of window v, of which a part may be padding; returns how many are.
+  template <Type TYPE, Range RANGE>
+  int64_t codes(int64_t v, float inverse, int32_t zero, int8_t* to, CodeSum& sum) const {
     const int64_t left = v * image.sw - image.pw, run = image.kw * own;
     const int64_t first = left < 0 ? -left : 0, last = left + image.kw > image.width ? image.width - left : image.kw;
-    __builtin_memset(to, 0, (size_t)(image.kh * run));
+    __builtin_memset(to, zero, (size_t)(image.kh * run));
+    int64_t covered = 0;
     for (int64_t i = begin; i < end; i++) {
       int8_t* here = to + i * run;
       if (beside) {
-        if (first < last)
-          run_codes<TYPE, false>(pixel(i, left + first), (last - first) * own, inverse, 0, here + first * own, sum);
+        if (first < last) {
+          run_codes<TYPE, RANGE>(pixel(i, left + first), (last - first) * own, inverse, zero, here + first * own, sum);
+          covered += (last - first) * own;
+        }
         continue;
       }
       for (int64_t j = 0, u = left; j < image.kw; j++, u += image.dw)
-        if (u >= 0 && u < image.width) run_codes<TYPE, false>(pixel(i, u), own, inverse, 0, here + j * own, sum);
+        if (u >= 0 && u < image.width) {
+          run_codes<TYPE, RANGE>(pixel(i, u), own, inverse, zero, here + j * own, sum);
+          covered += own;
+        }
     }
+    return image.kh * run - covered;
   }
 };
 
-// PIXELS: windows are pixels.
-template <Type TYPE, bool PIXELS>
+// PIXELS: windows are pixels. RANGE: BETWEEN if they have zero points.
+template <Type TYPE, bool PIXELS, Range RANGE>
 static void line_codes(const WindowLine& line, int64_t from, int64_t count, const float* inverse, const int32_t* most,
                        const WindowCodes& to) {
   const Image& image = line.image;
@@ -258,58 +362,90 @@ static void line_codes(const WindowLine& line, int64_t from, int64_t count, cons
   const char* x = line.pixel(line.begin, from * image.sw - image.pw);
   int8_t* q = to.q;
   CodeSum sums[LANES];
+  alignas(64) int32_t padded[LANES] = {0};  // codes of padding, which are the zero point
   bool usual = false;  // whether the window before was inside
   for (int64_t v = 0; v < count; v++, x += step, q += to.step) {
-    const bool same = usual && most[v] == most[v - 1];
+    const int32_t zero = RANGE == BETWEEN ? to.zeros[v] : 0;
+    const bool same = usual && inverse[v] == inverse[v - 1] && (RANGE == WITHIN || zero == to.zeros[v - 1]);
     CodeSum sum;
+    int64_t none = 0;
     usual = false;
     if (most[v] >= INFINITE) {  // NaN, whatever the codes are; those of such values would have sums beyond int32
       __builtin_memset(q, 0, (size_t)k);
     } else if (PIXELS) {
-      run_codes<TYPE, false>(x, run, inverse[v], 0, q, sum);
+      run_codes<TYPE, RANGE>(x, run, inverse[v], zero, q, sum);
     } else if (line.is_inside(from + v)) {
       usual = true;
-      if (above) __builtin_memset(q, 0, (size_t)above);
-      if (below) __builtin_memset(q + k - below, 0, (size_t)below);
+      if (above) __builtin_memset(q, zero, (size_t)above);
+      if (below) __builtin_memset(q + k - below, zero, (size_t)below);
+      none = above + below;
       int8_t* here = q + above;
       const char* values = x;
       const int64_t copied = same ? ready : 0;
       for (int64_t i = 0; i < rows; i++, here += run, values += row) {
         if (copied) copy_codes(here - to.step + shift, copied, here, sum);
-        run_codes<TYPE, false>(values + copied * line.type_bytes, run - copied, inverse[v], 0, here + copied, sum);
+        run_codes<TYPE, RANGE>(values + copied * line.type_bytes, run - copied, inverse[v], zero, here + copied, sum);
       }
     } else {
-      line.template codes<TYPE>(from + v, inverse[v], q, sum);
+      none = line.template codes<TYPE, RANGE>(from + v, inverse[v], zero, q, sum);
     }
     sums[v % LANES] = sum;
-    if (v % LANES == LANES - 1 || v + 1 == count) sums_of(sums, to.sums + v / LANES * LANES);
+    if (RANGE == BETWEEN && !PIXELS) padded[v % LANES] = (int32_t)none;
+    if (v % LANES != LANES - 1 && v + 1 != count) continue;
+    const int64_t first = v / LANES * LANES;
+    sums_of(sums, to.sums + first);
+    if (RANGE == BETWEEN && !PIXELS)
+      store_lanes(to.sums + first, add_i(load_i(to.sums + first), mul_i(load_i(padded), load_i(to.zeros + first))));
   }
 }
 
-template <Type TYPE>
+template <Type TYPE, Range RANGE>
 static void line_codes_of(bool pixels, const WindowLine& line, int64_t from, int64_t count, const float* inverse,
                           const int32_t* most, const WindowCodes& to) {
-  (pixels ? line_codes<TYPE, true> : line_codes<TYPE, false>)(line, from, count, inverse, most, to);
+  (pixels ? line_codes<TYPE, true, RANGE> : line_codes<TYPE, false, RANGE>)(line, from, count, inverse, most, to);
+}
+
+template <Range RANGE>
+static void line_codes_as(Type type, bool pixels, const WindowLine& line, int64_t from, int64_t count,
+                          const float* inverse, const int32_t* most, const WindowCodes& to) {
+  if (type == F32) line_codes_of<F32, RANGE>(pixels, line, from, count, inverse, most, to);
+  else if (type == BF16) line_codes_of<BF16, RANGE>(pixels, line, from, count, inverse, most, to);
+  else line_codes_of<F16, RANGE>(pixels, line, from, count, inverse, most, to);
 }
 
 // Windows from `from` on of a line of results; the image's largest magnitudes, or null where windows are pixels.
 static void window_codes(const Input& in, const Image& image, const int32_t* map, int64_t group, int64_t number,
                          int64_t from, int64_t count, const WindowCodes& to) {
   const WindowLine line(image, in, group, number);
-  const int64_t padded = ceil_div(count, LANES) * LANES;
-  int32_t *most = to.scratch, *below = most + 2 * padded;
+  const bool affine = in.mode == AFFINE;
+  const int64_t padded = ceil_div(count, LANES) * LANES, every = image.batch * image.height * image.width;
+  int32_t *most = to.scratch, *low = most + 2 * padded, *below = low + padded;
   float* inverse = (float*)(most + padded);
   const int64_t pixels = number / image.out_height() * image.height * image.width;  // of images before this one
-  if (map) line.largest(map + pixels, from, count, below, most);
-  else magnitudes({line.pixel(0, from * image.sw), in.type, line.own, count, image.sw * image.channels}, most);
-  for (int64_t v = count; v % LANES; v++) most[v] = 0;
-  for (int64_t v = 0; v < count; v += LANES) {
+  if (map) {
+    line.largest(map + pixels, from, count, below, most);
+    if (affine) line.largest(map + every + pixels, from, count, below, low);
+  } else {
+    const Runs runs{line.pixel(0, from * image.sw), in.type, line.own, count, image.sw * image.channels};
+    if (affine) extremes(runs, most, low);
+    else magnitudes(runs, most);
+  }
+  for (int64_t v = count; v % LANES; v++) most[v] = low[v] = 0;
+  for (int64_t v = 0; affine && v < count; v += LANES) {
+    const I above = load_i(most + v), under = load_i(low + v), largest = max_i(above, under);
+    F scale;
+    I zero;
+    plane_steps(in, largest, from_bits(or_i(under, set_i((int32_t)0x80000000))), from_bits(above), scale, zero);
+    store_f(to.scales + v, scale);
+    store_f(inverse + v, inverse_scales(scale));
+    store_lanes(to.zeros + v, zero);
+    store_lanes(most + v, largest);
+  }
+  for (int64_t v = 0; !affine && v < count; v += LANES) {
     const I here = load_i(most + v), nan = and_i(sra_i<31>(sub_i(set_i(INFINITE - 1), here)), set_i(0x7fc00000));
     const F scale = usable_scales(div_f(from_bits(min_i(here, set_i(INFINITE - 1))), set_f(127.0f)));
     store_f(to.scales + v, from_bits(or_i(bits(scale), nan)));
     store_f(inverse + v, div_f(set_f(1), scale));
   }
-  if (in.type == F32) line_codes_of<F32>(!map, line, from, count, inverse, most, to);
-  else if (in.type == BF16) line_codes_of<BF16>(!map, line, from, count, inverse, most, to);
-  else line_codes_of<F16>(!map, line, from, count, inverse, most, to);
+  (affine ? line_codes_as<BETWEEN> : line_codes_as<WITHIN>)(in.type, !map, line, from, count, inverse, most, to);
 }

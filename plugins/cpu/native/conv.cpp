@@ -1,6 +1,7 @@
 #include "conv.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -46,18 +47,74 @@ const void* window_row(const Input& in, int64_t index, void* scratch) {
   return scratch;
 }
 
-// Whether windows can be multiplied where they lie, or as rows of codes side by side.
-bool has_windows(const Weight& w, const Image& image, const Input& in) {
-  const int64_t own = image.channels / image.groups;
-  const bool even = own % (w.element == INT4 ? 8 : 4) == 0;
-  return (w.element == INT4 || w.element == INT8) && w.at.groups == 1 && w.fold == w.at.packed() && even &&
-         (in.mode == STATIC || in.mode == DYNAMIC);
+bool is_even(const Weight& w, const Image& image) {
+  return image.channels / image.groups % (w.element == INT4 ? 8 : 4) == 0;
 }
+
+// Whether windows can be multiplied where they lie, or as rows of codes side by side. Groups of columns do so too if only the
+// last one has padding.
+bool has_windows(const Weight& w, const Image& image, const Input& in) {
+  const bool integer = w.element == INT4 || w.element == INT8, dynamic = in.mode == DYNAMIC || in.mode == AFFINE;
+  const bool whole = w.at.groups == 1 ? w.fold == w.at.packed() : w.at.group % 32 == 0 && w.fold == w.at.group;
+  return integer && whole && ((in.mode == STATIC && is_even(w, image)) || (dynamic && in.type != I8));
+}
+
+// Rows of codes side by side. They lie an odd number of cache lines apart, so that they do not share one set of the cache.
+struct CodeRows {
+  explicit CodeRows(const Weight& w) : step((round_up(w.at.packed(), 64) / 64 | 1) * 64) {}
+  int64_t step;
+  static int64_t padded(int64_t rows) { return round_up(rows, VECTOR) + VECTOR; }
+  // Bytes for the codes, for zero points, scales and sums, and for what weights in groups need.
+  int64_t bytes(const Weight& w, int64_t rows) const {
+    const int64_t parts = w.at.groups > 1 ? (w.added ? 3 : 2) * w.at.groups : 0;
+    return rows * step + (3 + parts) * padded(rows) * 4;
+  }
+  // Codes behind the last column are 0: they add nothing.
+  void clear_ends(const Weight& w, int8_t* q, int64_t rows) const {
+    const int64_t behind = w.at.packed() - w.at.k;
+    for (int64_t r = 0; behind && r < rows; r++) std::memset(q + r * step + w.at.k, 0, static_cast<size_t>(behind));
+  }
+  static constexpr int64_t VECTOR = 16;
+};
 
 // Multiply the windows of `count` results, the first of which has the number `row0`.
 void multiply_rows(const Kernels& kernels, const Weight& w, const Output& out, const Windows& windows, int64_t count,
                    int64_t row0) {
   for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++) kernels.window_product(w, out, windows, nb, count, row0);
+}
+
+// The same for rows of codes. `parts`: memory for what weights in groups need.
+void multiply_codes(const Kernels& kernels, const Weight& w, const Output& out, const CodeRows& rows, const int8_t* q,
+                    const int32_t* sums, const float* scales, const int32_t* zeros, int32_t* parts, int64_t count,
+                    int64_t row0) {
+  const int64_t none = 0, all = CodeRows::padded(count) * w.at.groups;
+  const GroupSums groups{CodeRows::padded(count), parts, parts + all, reinterpret_cast<float*>(parts + 2 * all)};
+  const bool several = w.at.groups > 1;
+  if (several) kernels.group_sums(w, q, rows.step, count, zeros, groups);
+  const int64_t run = w.at.k % (w.element == INT4 ? 8 : 4) ? w.at.packed() : w.at.k;
+  const Windows windows{q, rows.step, &none, 1, run, sums, scales, zeros, several ? &groups : nullptr};
+  multiply_rows(kernels, w, out, windows, count, row0);
+}
+
+// Windows of one line of results in an image of codes as rows side by side, some at a time. `taps`: offsets of runs of `run`
+// codes, window by window `step` codes apart. False if memory ran out.
+bool multiply_gathered(const Kernels& kernels, const Weight& w, const Output& out, const Windows& x, int64_t count,
+                       int64_t row0) {
+  constexpr int64_t MOST = 96;
+  const CodeRows rows(w);
+  const Scratch codes(rows.bytes(w, MOST));
+  if (!codes.data) return false;
+  int8_t* q = reinterpret_cast<int8_t*>(codes.data);
+  rows.clear_ends(w, q, std::min(count, MOST));
+  int32_t* parts = reinterpret_cast<int32_t*>(q + MOST * rows.step);
+  for (int64_t first = 0; first < count; first += MOST) {
+    const int64_t here = std::min(MOST, count - first);
+    for (int64_t r = 0; r < here; r++)
+      for (int64_t t = 0; t < x.count; t++)
+        std::memcpy(q + r * rows.step + t * x.run, x.x + (first + r) * x.step + x.taps[t], static_cast<size_t>(x.run));
+    multiply_codes(kernels, w, out, rows, q, x.sums + first, x.scales + first, x.zeros + first, parts, here, row0 + first);
+  }
+  return true;
 }
 
 // Static scale: the image becomes codes once, with its padding; windows are read from there.
@@ -102,6 +159,8 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
     offsets[static_cast<size_t>(r)] = (t / image.kw * image.dh * width + t % image.kw * image.dw) * own;
   }
   const std::vector<float> scales(static_cast<size_t>(ow), in.scale);
+  const std::vector<int32_t> zeros(static_cast<size_t>(ow), in.zero);
+  std::atomic<bool> enough{true};
   each(pool, image.batch * oh, std::max<int64_t>(1, (1 << 16) / (ow * w.at.k * w.n + 1)), [&](int64_t line) {
     const int64_t top = (line / oh * height + line % oh * image.sh) * width;  // pixel of the first window
     std::vector<int32_t> below(static_cast<size_t>(width), 0), window_sums(static_cast<size_t>(ow), 0);
@@ -114,17 +173,18 @@ bool static_windows(const Kernels& kernels, const Pool& pool, const Weight& w, c
       for (int64_t v = 0; v < ow; v++) window_sums[static_cast<size_t>(v)] += from[v * image.sw];
     }
     const Windows windows{q + top * own, image.sw * own, offsets.data(), runs, beside * own, window_sums.data(),
-                          scales.data(), in.zero};
-    multiply_rows(kernels, w, out, windows, ow, line * ow);
+                          scales.data(), zeros.data(), nullptr};
+    if (w.at.groups == 1) multiply_rows(kernels, w, out, windows, ow, line * ow);
+    else if (!multiply_gathered(kernels, w, out, windows, ow, line * ow)) enough = false;
   });
-  return true;
+  return enough;
 }
 
 // A scale per window: windows become rows of codes, parts of a line or several short lines of results at a time.
 bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& given, const Input& in,
                      const Output& out, int64_t group) {
   constexpr int64_t MOST_ROWS = 96, MOST_BYTES = 512 << 10;  // of codes, which stay in L2 while all columns pass
-  constexpr int64_t VECTOR = 16;
+  constexpr int64_t VECTOR = CodeRows::VECTOR;
   Image image = given;
   const bool alone = image.kh == 1 && image.kw == 1 && !image.ph && !image.pw;  // windows are pixels
   if (alone && image.sh == 1 && image.sw == 1) {
@@ -133,31 +193,33 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
   }
   const int64_t own = image.channels / image.groups, ow = image.out_width(), lines = image.batch * image.out_height();
   const int64_t rows_of_pixels = image.batch * image.height, size = type_size(in.type);
-  const Scratch largest(alone ? 64 : rows_of_pixels * image.width * 4);
+  const bool affine = in.mode == AFFINE;
+  const Scratch largest(alone ? 64 : (affine ? 2 : 1) * rows_of_pixels * image.width * 4);
   if (!largest.data) return false;
   int32_t* map = alone ? nullptr : reinterpret_cast<int32_t*>(largest.data);
   const char* x = static_cast<const char*>(in.x) + group * own * size;
   if (map) each(pool, rows_of_pixels, std::max<int64_t>(1, (1 << 14) / (own * image.width)), [&](int64_t row) {
     const int64_t pixel = row * image.width;
-    kernels.magnitudes({x + pixel * image.channels * size, in.type, own, image.width, image.channels}, map + pixel);
+    const Runs pixels{x + pixel * image.channels * size, in.type, own, image.width, image.channels};
+    if (affine) kernels.extremes(pixels, map + pixel, map + rows_of_pixels * image.width + pixel);
+    else kernels.magnitudes(pixels, map + pixel);
   });
   // 1. How many windows a thread takes at a time: those that are multiplied together, and more, as the weight is read
-  //    for each such part; fewer where threads would have none. Rows of codes lie an odd number of cache lines apart,
-  //    so that they do not share one set of the cache.
-  const int64_t step = (round_up(w.at.k, 64) / 64 | 1) * 64;
+  //    for each such part; fewer where threads would have none.
+  const CodeRows of_codes(w);
+  const int64_t step = of_codes.step;
   int64_t most = std::min(MOST_ROWS, MOST_BYTES / step);
   if (pool.threads > 1) most = std::min(most, lines * ow / (4 * pool.threads));
   most = std::max<int64_t>(1, most / kernels.window_rows) * kernels.window_rows;
   const int64_t together = std::max<int64_t>(1, std::min(lines, most / ow));
   const int64_t part = ow > most ? most : ow, parts = ceil_div(ow, part);  // of a line
-  const int64_t units = ceil_div(lines, together) * parts, rows = together * part, none = 0;
-  const int64_t padded = round_up(rows, VECTOR) + VECTOR;
-  const int64_t words = 2 * padded + 2 * round_up(part, VECTOR) + image.width + 2 * image.pw;
+  const int64_t units = ceil_div(lines, together) * parts, rows = together * part, padded = CodeRows::padded(rows);
+  const int64_t words = 3 * round_up(part, VECTOR) + image.width + 2 * image.pw;
   std::vector<char> failed(static_cast<size_t>(units), 0);
   each(pool, units, std::max<int64_t>(1, (1 << 16) / (rows * w.at.k * w.n + 1)), [&](int64_t unit) {
     const int64_t line = unit / parts * together, from = unit % parts * part;
     const int64_t here = std::min(together, lines - line), width = std::min(part, ow - from);
-    const Scratch codes(rows * step + words * 4);
+    const Scratch codes(of_codes.bytes(w, rows) + words * 4);
     if (!codes.data) {
       failed[static_cast<size_t>(unit)] = 1;
       return;
@@ -165,15 +227,16 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
     // 2. Codes. Scales and sums are written in whole vectors, whose rest the next line overwrites.
     int8_t* q = reinterpret_cast<int8_t*>(codes.data);
     float* scales = reinterpret_cast<float*>(codes.data + rows * step);
-    int32_t *sums = reinterpret_cast<int32_t*>(scales + padded), *scratch = sums + padded;
+    int32_t *zeros = reinterpret_cast<int32_t*>(scales + padded), *sums = zeros + padded, *scratch = sums + padded;
+    of_codes.clear_ends(w, q, here * width);
     for (int64_t l = 0; l < here; l++) {
       const int64_t row = l * width;
-      const WindowCodes to{q + row * step, step, scales + row, sums + row, scratch};
+      const WindowCodes to{q + row * step, step, scales + row, zeros + row, sums + row, scratch};
       kernels.window_codes(in, image, map, group, line + l, from, width, to);
     }
     // 3. Products.
-    const Windows windows{q, step, &none, 1, w.at.k, sums, scales, 0};
-    multiply_rows(kernels, w, out, windows, here * width, line * ow + from);
+    multiply_codes(kernels, w, out, of_codes, q, sums, scales, affine ? zeros : nullptr, scratch + words, here * width,
+                   line * ow + from);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }
@@ -261,7 +324,7 @@ bool convolve(const Kernels& kernels, const Pool& pool, const Weight& first, con
     const bool windows = has_windows(w, image, given);
     if (windows && given.mode == STATIC && static_windows(kernels, pool, w, image, given, out, g)) continue;
     if (has_float_windows(kernels, w, image, in) && float_windows(kernels, pool, w, image, in, out, g)) continue;
-    if (windows && given.mode == DYNAMIC && dynamic_windows(kernels, pool, w, image, given, out, g)) continue;
+    if (windows && given.mode != STATIC && dynamic_windows(kernels, pool, w, image, given, out, g)) continue;
     if (!linear(kernels, pool, w, in, out)) return false;
   }
   return true;

@@ -77,13 +77,13 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
       {0, 0, 0, {0, 0, 0}, 0, 0, nullptr, nullptr},
 #endif
       {16, 16, LANES == 16 ? 9 : 16, {FLOAT_PANEL_FROM, FLOAT_PANEL_FROM, FLOAT_PANEL_FROM}, 4, PANEL_PART * 128, panel_row<false>, panel_product<false>},
-      quantize_runs, magnitude, magnitudes, window_codes,
+      quantize_runs, magnitude, magnitudes, extremes, window_codes,
 #if defined(QCORE_AMX)
-      AMX_ROWS, amx_window_product, nullptr, nullptr,
+      AMX_ROWS, amx_window_product, group_sums, nullptr, nullptr,
 #elif defined(QCORE_PAIRS)
-      DIGIT_ROWS, window_product, float_windows<true>, float_windows<false>,
+      DIGIT_ROWS, window_product, group_sums, float_windows<true>, float_windows<false>,
 #else
-      DIGIT_ROWS, window_product, nullptr, float_windows<false>,
+      DIGIT_ROWS, window_product, group_sums, nullptr, float_windows<false>,
 #endif
       plane_product, channel_numbers, channel_line, fp8_row, take_every, widen, lookup, &ELEMENTS,
   };

@@ -197,14 +197,19 @@ struct Kernels {
   int32_t (*magnitude)(const void* x, Type type, int64_t count);
   // The largest magnitude of each run, likewise.
   void (*magnitudes)(const struct Runs& x, int32_t* to);
+  // The largest magnitudes of the positive, and of the negative values of each run, likewise.
+  void (*extremes)(const struct Runs& x, int32_t* high, int32_t* low);
   // `count` windows of a line of results as codes, each with a scale of its own, from window `from` on. `map`: the
-  // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding.
+  // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding;
+  // for AFFINE, of positive and then of negative values.
   void (*window_codes)(const Input&, const struct Image&, const int32_t* map, int64_t group, int64_t line, int64_t from,
                        int64_t count, const struct WindowCodes&);
   // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows. `window_rows`:
   // how many are multiplied together.
   int window_rows;
   void (*window_product)(const Weight&, const Output&, const struct Windows&, int64_t nb, int64_t count, int64_t row0);
+  // What these need of `rows` rows of codes at q, `step` bytes apart, for a weight in groups.
+  void (*group_sums)(const Weight&, const int8_t* q, int64_t step, int64_t rows, const int32_t* zeros, const struct GroupSums& to);
   // The same for float x: windows of bfloat16 where `bf16_panel` serves, of float32. Null: rows are gathered for the panels.
   void (*bf16_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
   void (*float_windows)(const Weight&, const Output&, const struct FloatWindows&, int64_t nb, char* scratch);
@@ -234,13 +239,13 @@ struct Runs {
   int64_t count, runs, step;
 };
 
-// Rows of codes, `step` bytes apart, with their scales and sums, of which there is room for whole vectors. `scratch`:
-// two such arrays of words, then a word for each pixel of a padded line.
+// Rows of codes, `step` bytes apart, with their scales, zero points (AFFINE) and sums, of which there is room for whole
+// vectors. `scratch`: three such arrays of words, then a word for each pixel of a padded line.
 struct WindowCodes {
   int8_t* q;
   int64_t step;
   float* scales;
-  int32_t *sums, *scratch;
+  int32_t *zeros, *sums, *scratch;
 };
 
 // Rows of codes in an image of codes: row r begins at x + r * step and is the runs at `taps`.
@@ -249,9 +254,19 @@ struct Windows {
   int64_t step;
   const int64_t* taps;   // offsets in bytes
   int64_t count, run;    // taps, codes of each: a multiple of 4, or of 8 for 4-bit weights
-  const int32_t* sums;   // of the codes of each row
+  const int32_t* sums;   // of the codes of each row; for weights in groups see GroupSums
   const float* scales;   // of each row
-  int32_t zero;          // zero point of all
+  const int32_t* zeros;  // of each row, or null where there are none
+  const struct GroupSums* groups;  // where the weight has several groups, else null
+};
+
+// Weights in groups: rows of codes lie in one run, each group with its padding. What each group's sums need, [groups][step]:
+// the sum of the codes of a row, minus the offset of the weight's codes times that, and, for added zero points, the sum
+// less the row's zero points.
+struct GroupSums {
+  int64_t step;  // at least the number of rows
+  int32_t *sums, *begin;
+  float* totals;
 };
 
 // Windows of some lines of results in an image of floats: those of line l begin at x + starts[l] + v * step.

@@ -64,6 +64,8 @@ static inline I set_words(int16_t v) { return _mm512_set1_epi16(v); }
 static inline I set_bytes(int8_t v) { return _mm512_set1_epi8(v); }
 static inline void store_i(void* p, I v) { _mm512_storeu_si512(p, v); }
 static inline I max_words(I a, I b) { return _mm512_max_epu16(a, b); }
+static inline I max_signed_words(I a, I b) { return _mm512_max_epi16(a, b); }
+static inline I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
 static inline I four_to_codes(I a, I b, I c, I d, I zeros) {
   const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const I first = _mm512_adds_epi16(_mm512_packs_epi32(a, b), zeros), second = _mm512_adds_epi16(_mm512_packs_epi32(c, d), zeros);
@@ -80,7 +82,15 @@ static inline __attribute__((always_inline)) I bf16_to_codes(I first, I second, 
   const I codes = _mm512_packs_epi16(bf16_code_words(first, f), bf16_code_words(second, f));
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), codes);
 }
-// The same for 32, and 0 behind them.
+// The same plus a zero point, in int8 by saturation.
+static inline __attribute__((always_inline)) I bf16_to_codes(I first, I second, F f, I zeros) {
+  const I low = _mm512_adds_epi16(bf16_code_words(first, f), zeros), high = _mm512_adds_epi16(bf16_code_words(second, f), zeros);
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi16(low, high));
+}
+static inline __attribute__((always_inline)) I bf16_to_codes(I only, F f, I zeros) {
+  return _mm512_zextsi256_si512(_mm512_cvtsepi16_epi8(_mm512_adds_epi16(bf16_code_words(only, f), zeros)));
+}
+// Without one for 32, and 0 behind them.
 static inline __attribute__((always_inline)) I bf16_to_codes(I only, F f) {
   return _mm512_zextsi256_si512(_mm512_cvtsepi16_epi8(bf16_code_words(only, f)));
 }
@@ -197,7 +207,6 @@ static inline __attribute__((always_inline)) void words_by_bytes(const CodeWords
 // The processor's own rounding to bfloat16, right but for subnormal numbers, which it takes for 0, and the bits of NaN.
 #define QCORE_BF16_CONVERSION
 static inline I lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-static inline I xor_i(I a, I b) { return _mm512_xor_si512(a, b); }
 static inline bool any_unusual(F v) { return _mm512_fpclass_ps_mask(v, 0xa1); }  // quiet NaN, subnormal, signaling NaN
 static inline bool any_unusual(F a, F b) { return _mm512_fpclass_ps_mask(a, 0xa1) | _mm512_fpclass_ps_mask(b, 0xa1); }
 // For scales: whole numbers times normal ones are 0 or normal, or overflow.

@@ -1,4 +1,4 @@
-// Convolutions: products of windows that lie at a constant step.
+// Convolutions: products of windows that lie at a constant step; with weights in groups see groups.inl.
 
 // The products of R windows from `first` on with one vector set of columns; a function of its own for the reason of
 // `sweep_apart`.
@@ -19,6 +19,22 @@ window_sweep(const uint8_t* codes, const Windows& x, int64_t first, int32_t offs
   for (int r = 0; r < R; r++) for (int h = 0; h < H; h++) result[r * H + h] = acc[r][h];
 }
 
+// Results of a window, of which `here` are at y, with bias. TYPE: of results, or I8 for any.
+template <Type TYPE, int H>
+static inline __attribute__((always_inline)) void
+finish_window(const Output& out, [[maybe_unused]] char* y, int64_t row, int64_t column, int64_t n,
+              [[maybe_unused]] int64_t here, const float* bias, F (&results)[H]) {
+#ifdef QCORE_PARTS
+  if constexpr (TYPE != I8) {
+    if (out.bias)
+      for (int h = 0; h < H; h++) results[h] = add_f(results[h], load_f(bias + h * LANES));
+    if (H > 1 && here == H * LANES) return store_vectors<H>(y, 0, TYPE, results);
+    return store_some<H>(y, 0, TYPE, here, results);
+  }
+#endif
+  finish_vectors(out, row, column, n, bias, results);
+}
+
 // What becomes of the sums of H vectors of columns: scales and zero points of the weight, one for each channel. ZEROS:
 // there are zero points of any kind.
 template <int H, bool ZEROS>
@@ -28,6 +44,7 @@ struct WindowEnd {
   const Windows& x;
   int64_t column;
   F scale[H], added[H];
+  I sums_of_weight[H];
   alignas(64) float bias[COLUMNS];
   WindowEnd(const Weight& w, const Output& out, const Windows& x, int64_t column)
       : w(w), out(out), x(x), column(column) {
@@ -35,6 +52,7 @@ struct WindowEnd {
     for (int h = 0; h < H; h++) {
       scale[h] = scales_f(w, column + h * LANES);
       added[h] = ZEROS && w.added ? widen_f(w.added, column + h * LANES, w.scale_type) : set_f(0);
+      sums_of_weight[h] = ZEROS && w.sums && x.zeros ? load_i(w.sums + column + h * LANES) : set_i(0);
     }
   }
   // Windows from `first` on, whose sums of columns lie `step` vectors apart; result `row0` is that of window 0. LATE:
@@ -42,6 +60,7 @@ struct WindowEnd {
   template <Type TYPE, bool LATE>
   void rows_as(const I* sums, int64_t step, int64_t first, int64_t count, int signed_offset, int64_t row0) const {
     [[maybe_unused]] const int64_t here = w.n - column < H * LANES ? w.n - column : H * LANES;
+    [[maybe_unused]] const bool zeroed = w.sums && x.zeros;
     char* y = (char*)out.y + ((row0 + first) * out.stride + column) * type_size(out.type);
     for (int64_t r = first; r < first + count; r++, sums += step, y += out.stride * type_size(out.type)) {
       F results[H];
@@ -50,21 +69,15 @@ struct WindowEnd {
         I c = sums[h];
         if (LATE && !(ZEROS && w.zero)) c = sub_i(c, set_i(w.offset * x.sums[r]));
         if (ZEROS && w.zero) c = sub_i(c, mul_i(sub_i(bytes_i(w.zero + at), set_i(signed_offset)), set_i(x.sums[r])));
-        if (ZEROS && w.sums) c = sub_i(c, mul_i(load_i(w.sums + at), set_i(x.zero)));
+        if (ZEROS && zeroed) c = sub_i(c, mul_i(sums_of_weight[h], set_i(x.zeros[r])));
         F v = mul_f(to_f(c), scale[h]);
-        if (ZEROS && w.added) v = fma_f(added[h], set_f((float)(x.sums[r] - (int32_t)w.at.k * x.zero)), v);
+        if (ZEROS && w.added) {
+          const int32_t centered = x.sums[r] - (x.zeros ? (int32_t)w.at.k * x.zeros[r] : 0);
+          v = fma_f(added[h], set_f((float)centered), v);
+        }
         results[h] = mul_f(v, set_f(x.scales[r]));
       }
-#ifdef QCORE_PARTS
-      if constexpr (TYPE != I8) {
-        if (out.bias)
-          for (int h = 0; h < H; h++) results[h] = add_f(results[h], load_f(bias + h * LANES));
-        if (H > 1 && here == H * LANES) store_vectors<H>(y, 0, TYPE, results);
-        else store_some<H>(y, 0, TYPE, here, results);
-        continue;
-      }
-#endif
-      finish_vectors(out, row0 + r, column, w.n, bias, results);
+      finish_window<TYPE, H>(out, y, row0 + r, column, w.n, here, bias, results);
     }
   }
   template <bool LATE = false>
@@ -111,10 +124,13 @@ static void window_tiles_of(const Weight& w, const Output& out, const Windows& x
   (has_zeros(w) ? window_tiles<E, H, true> : window_tiles<E, H, false>)(w, out, x, nb, first, count, row0);
 }
 
+#include "groups.inl"
+
 static void window_product(const Weight& w, const Output& out, const Windows& x, int64_t nb, int64_t count,
                            int64_t row0) {
   constexpr int H = TILE_COLUMNS / LANES;
   const bool four = w.element == INT4;
+  if (x.groups) return group_product(w, out, x, nb, count, row0);
   for (int first = 0; first < COLUMNS / LANES && nb * COLUMNS + first * LANES < w.n; first += H) {
     const bool single = w.n - nb * COLUMNS - first * LANES <= LANES;  // vector of columns
     if (single) (four ? window_tiles_of<INT4, 1> : window_tiles_of<INT8, 1>)(w, out, x, nb, first, count, row0);

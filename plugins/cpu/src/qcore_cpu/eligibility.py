@@ -5,6 +5,7 @@ from __future__ import annotations
 from qcore import Conv2dRequest, DynamicInt8, StaticInt8, ZeroPoint
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
+from .geometry import Geometry
 from .kinds import Kind, Mode, kind_of
 
 _FEWEST_OUTPUTS = 32
@@ -121,7 +122,9 @@ def _has_windows(request: Conv2dRequest, inputs: int) -> bool:
     if request.activation is None:
         return False
     even = inputs % (8 if request.weight.element.container_bits == 4 else 4) == 0
-    return even and request.weight.group(request.k) >= request.k and Mode.of(request.activation) is not Mode.AFFINE
+    at = Geometry.of(request.k, request.weight.group(request.k))
+    whole = at.groups == 1 or (at.group % 32 == 0 and at.fold == at.group)
+    return whole and (even or Mode.of(request.activation) is not Mode.STATIC)
 
 
 def _few(request: Conv2dRequest) -> str:
