@@ -442,10 +442,10 @@ static void window_codes(const Input& in, const Image& image, const int32_t* map
     store_lanes(most + v, largest);
   }
   for (int64_t v = 0; !affine && v < count; v += LANES) {
-    const I here = load_i(most + v), nan = and_i(sra_i<31>(sub_i(set_i(INFINITE - 1), here)), set_i(0x7fc00000));
-    const F scale = usable_scales(div_f(from_bits(min_i(here, set_i(INFINITE - 1))), set_f(127.0f)));
-    store_f(to.scales + v, from_bits(or_i(bits(scale), nan)));
-    store_f(inverse + v, div_f(set_f(1), scale));
+    F scale, factor;
+    dynamic_steps(load_i(most + v), scale, factor);
+    store_f(to.scales + v, scale);
+    store_f(inverse + v, factor);
   }
   (affine ? line_codes_as<BETWEEN> : line_codes_as<WITHIN>)(in.type, !map, line, from, count, inverse, most, to);
 }

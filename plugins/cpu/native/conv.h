@@ -16,7 +16,8 @@ bool convolve(const Kernels& kernels, const Pool& pool, const Weight& w, const I
 bool convolve_planes(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                      const Output& out);
 
-// The same where each channel is a group of its own and has one result, in the format of `convolve`, for scales per window (mode
+// The same where groups have one channel, or for int8 activations 4, 8 or 16 if the instruction set's vectors hold so many, and as
+// many results, whose codes less their zero points fit int8; in the format of `convolve`, for scales per window (mode
 // DYNAMIC), given ones and float x; there are at least FEWEST_CHANNELS.
 bool convolve_channels(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                        const Output& out);

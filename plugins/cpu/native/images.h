@@ -16,12 +16,27 @@ constexpr int FEWEST_CHANNELS = 16;  // lanes of the widest vectors
 constexpr int64_t MOST_TAPS = 512;   // of a depthwise convolution with kernels of its own
 
 // Numbers of a depthwise convolution's weight, [taps][step], step a multiple of 32: codes less their zero points, as words, with
-// `scales`; for float x floats, with null.
+// `scales`; for float x floats, with null. Of groups of `size` channels, 4 to 16, [taps][size / 4][step], four codes less their zero
+// points in each word, of which channel c has those of the channels 4 * ((c / 4 + i) % (size / 4)) on of its group in number i;
+// `sums`: of a channel's codes.
 struct ChannelNumbers {
   const int32_t* numbers;
   int64_t step;
   const float* scales;
+  int size;
+  const int32_t* sums;
 };
+constexpr int64_t LARGEST_GROUP = 16;
+
+// Windows of a part of a line, and columns of the image that they read: values of `size` bytes that stay in L1.
+static inline int64_t windows_in_part(const Image& image, int size) {
+  const int64_t bytes = image.kh * image.sw * image.channels * size, most = (16 << 10) / bytes / 4 * 4, width = image.out_width();
+  const int64_t parts = ceil_div(width, most < 12 ? 12 : most);
+  return ceil_div(ceil_div(width, parts), 4) * 4;
+}
+static inline int64_t columns_of_part(const Image& image, int64_t windows) {
+  return (windows - 1) * image.sw + (image.kw - 1) * image.dw + 1;
+}
 
 // Lines of results of one channel group, whose windows read planes of floats; see planes.inl. A line of results is `width` of
 // every `step` positions.

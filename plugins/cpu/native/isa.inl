@@ -30,6 +30,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "panel.inl"
 #include "planes.inl"
 #include "codes.inl"
+#include "channel_groups.inl"
 #include "channels.inl"
 #include "fp8.inl"
 #include "elements.inl"
@@ -85,7 +86,7 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       DIGIT_ROWS, window_product, group_sums, nullptr, float_windows<false>,
 #endif
-      plane_product, channel_numbers, channel_line, fp8_row, take_every, widen, lookup, &ELEMENTS,
+      plane_product, channel_numbers, group_numbers, LANES, channel_line, fp8_row, take_every, widen, lookup, &ELEMENTS,
   };
   return &kernels;
 }

@@ -191,7 +191,9 @@ Tensor conv2d_op(Arguments& a) {
   check(x.size(PLANES ? 1 : 3) == channels, "x has another number of channels");
   check(oh > 0 && ow > 0, "the image is smaller than the kernel");
   if (RUN == convolve_channels) {
-    check(n == channels && groups == channels && channels >= FEWEST_CHANNELS, "only depthwise convolutions have channels as lanes");
+    const int64_t size = channels / groups;
+    const bool few = size == 1 || (mode != DIGITS && size % 4 == 0 && (size & (size - 1)) == 0 && size <= kernels().group_lanes);
+    check(n == channels && few && channels >= FEWEST_CHANNELS, "no convolution of few channels in a group, as many in as out");
     check(image.kh * image.kw <= MOST_TAPS && x.dtype() != aoti_torch_dtype_int8(), "too many taps, or x is int8");
   }
   check(!PLANES || mode != DIGITS || channels == groups, "float x in planes has one channel in each group");

@@ -70,16 +70,19 @@ void fill_phases(const Kernels& kernels, const Image& image, const Phases& phase
   }
 }
 
-// Numbers of the weight of a depthwise convolution, if it has kernels of its own.
+// Numbers of the weight of a convolution of groups of `size` channels, if it has kernels of its own.
 struct OwnNumbers {
-  OwnNumbers(const Kernels& kernels, const Weight& w, const Input& in, bool wanted)
+  OwnNumbers(const Kernels& kernels, const Weight& w, const Input& in, int size, bool wanted)
       : step(round_up(w.n, COLUMNS)), floats(in.mode == DIGITS),
-        memory(wanted ? (step * (w.at.k + 1) + w.at.packed() * COLUMNS) * 4 : 0) {
+        memory(wanted ? (step * (w.at.k + 2) + w.at.packed() * COLUMNS) * 4 : 0) {
     if (!wanted || !memory.data) return;
     int32_t* to = reinterpret_cast<int32_t*>(memory.data);
     float* scales = reinterpret_cast<float*>(to + step * w.at.k);
-    kernels.channel_numbers(w, step, to, floats ? nullptr : scales, reinterpret_cast<char*>(scales + step));
-    numbers = {to, step, floats ? nullptr : scales};
+    int32_t* sums = reinterpret_cast<int32_t*>(scales + step);
+    char* scratch = reinterpret_cast<char*>(sums + step);
+    if (size > 1) kernels.group_numbers(w, size, step, to, sums, scales, scratch);
+    else kernels.channel_numbers(w, step, to, floats ? nullptr : scales, scratch);
+    numbers = {to, step, floats ? nullptr : scales, size, sums};
   }
   int64_t step;
   bool floats;
@@ -91,12 +94,14 @@ struct OwnNumbers {
 
 bool convolve_channels(const Kernels& kernels, const Pool& pool, const Weight& w, const Image& image, const Input& in,
                        const Output& out) {
-  const OwnNumbers own(kernels, w, in, true);
+  const int size = static_cast<int>(image.channels / image.groups);
+  const OwnNumbers own(kernels, w, in, size, true);
   if (!own.numbers.numbers) return false;
   const int64_t lines = image.batch * image.out_height(), work = image.out_width() * image.channels * (image.kh * image.kw + 8);
+  const int64_t columns = columns_of_part(image, windows_in_part(image, type_size(in.type)));
   std::vector<char> failed(static_cast<size_t>(lines), 0);
   each(pool, lines, std::max<int64_t>(1, PART_WORK / (work + 1)), [&](int64_t line) {
-    const Scratch scratch((in.mode == AFFINE ? 3 : 1) * (image.width + 2 * image.pw) * 64);
+    const Scratch scratch((image.kh + 2) * columns * 64);
     if (!scratch.data) failed[static_cast<size_t>(line)] = 1;
     else kernels.channel_line(in, out, image, own.numbers, line / image.out_height(), line % image.out_height(), scratch.data);
   });
@@ -109,7 +114,7 @@ bool convolve_planes(const Kernels& kernels, const Pool& pool, const Weight& w, 
   const int64_t rows = w.n / image.groups, packed = w.at.packed();
   const bool exact = in.mode == DIGITS || (in.type != I8 && w.at.groups == 1 && has_exact_codes(w));
   const bool alone = own == 1 && rows < 4 && exact && w.at.k <= MOST_TAPS;
-  const OwnNumbers numbers(kernels, w, in, alone);
+  const OwnNumbers numbers(kernels, w, in, 1, alone);
   if (alone ? !numbers.numbers.numbers : in.mode == DIGITS) return false;
   const Phases phases(image);
   // 1. Parts: lines of one group's results whose planes and codes stay in L2; more of them if threads would have none.

@@ -217,7 +217,11 @@ struct Kernels {
   void (*plane_product)(const Weight&, const Input&, const Output&, const struct Planes&, const struct PlaneCodes&);
   // Numbers for `to` [taps][step] and `scales`, which are null for float x. `scratch`: 128 bytes for each packed column.
   void (*channel_numbers)(const Weight&, int64_t step, int32_t* to, float* scales, char* scratch);
-  // A line of results of a depthwise convolution, (width, channels). `scratch`: 64 bytes for each pixel of a padded line, for AFFINE three times as many.
+  // The same for groups of `size` channels, and their sums; `group_lanes`: the largest such size.
+  void (*group_numbers)(const Weight&, int size, int64_t step, int32_t* to, int32_t* sums, float* scales, char* scratch);
+  int group_lanes;
+  // A line of results of a depthwise convolution, or of such groups, (width, channels). `scratch`: 64 bytes for each column of a part
+  // of it and line of a window, and twice as many more.
   void (*channel_line)(const Input&, const Output&, const struct Image&, const struct ChannelNumbers&, int64_t b, int64_t line, char* scratch);
   // A row of x as e4m3: codes as bfloat16, which holds them, and scales of `group` columns each; or, without `scales`, codes times
   // scales as float32. `given`: the scale, or 0.

@@ -147,3 +147,10 @@ static inline void store_words_of(const Words& words, const uint8_t* pairs, uint
     _mm_storeu_si128((__m128i*)(to + 16 * i + 8), _mm_unpackhi_epi8(low, high));
   }
 }
+// See vector_avx512.h.
+template <int S> static inline I largest_in_groups(I v) {
+  if (S > 1) v = max_i(v, _mm256_shuffle_epi32(v, 0xb1)), v = max_i(v, _mm256_shuffle_epi32(v, 0x4e));
+  return S > 4 ? max_i(v, _mm256_permute2x128_si256(v, v, 1)) : v;
+}
+static inline I low_bytes_in_blocks(I v) { return _mm256_shuffle_epi8(v, set_i(0x0c080400)); }
+template <int, int> static inline I rotated_blocks(I v) { return _mm256_permute2x128_si256(v, v, 1); }

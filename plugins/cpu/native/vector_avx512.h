@@ -147,6 +147,17 @@ static inline __attribute__((always_inline)) I sums_i(const F (&v)[16]) {
 static inline __attribute__((always_inline)) I largest_each_i(const F (&v)[16]) {
   return bits(reduced(v, [](F a, F b) { return from_bits(max_i(bits(a), bits(b))); }));
 }
+// For channels in groups of S lanes: the largest of each group in all its lanes; the lowest bytes of the lanes of each block
+// of 4 in all of them; blocks exchanged among B, so that each is the R-th next.
+template <int S> static inline I largest_in_groups(I v) {
+  if (S > 1) v = max_i(v, _mm512_shuffle_epi32(v, (_MM_PERM_ENUM)0xb1)), v = max_i(v, _mm512_shuffle_epi32(v, (_MM_PERM_ENUM)0x4e));
+  if (S > 4) v = max_i(v, _mm512_shuffle_i32x4(v, v, 0xb1));
+  return S > 8 ? max_i(v, _mm512_shuffle_i32x4(v, v, 0x4e)) : v;
+}
+static inline __attribute__((always_inline)) I low_bytes_in_blocks(I v) { return _mm512_shuffle_epi8(v, set_i(0x0c080400)); }
+template <int B, int R> static inline __attribute__((always_inline)) I rotated_blocks(I v) {
+  return _mm512_shuffle_i32x4(v, v, B == 2 ? 0xb1 : R == 1 ? 0x39 : R == 2 ? 0x4e : 0x93);
+}
 static inline float largest_f(F v) { return _mm512_reduce_max_ps(v); }
 static inline float least_f(F v) { return _mm512_reduce_min_ps(v); }
 static inline I absolute_i(I v) { return _mm512_abs_epi32(v); }

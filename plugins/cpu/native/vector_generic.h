@@ -6,6 +6,7 @@ constexpr int PANEL_ROWS = DIGIT_ROWS;
 constexpr int FLOAT_PANEL_FROM = 0;
 constexpr bool SHORT_FOLDS = false;  // a tile of its own for groups of 32 is worth its size
 constexpr int REGISTERS = 16;
+#define QCORE_NO_FMA  // where the processor has none, or may have none, it is a function
 constexpr bool SIGNED_CODES = false;
 struct I { alignas(16) int32_t v[4]; };
 struct F { alignas(16) float v[4]; };
@@ -115,3 +116,11 @@ static inline F gather(const float* t, I index) { F r; QCORE_EACH r.v[i] = t[ind
 static inline void store_pairs_f(float* p, F even, F odd) {
   QCORE_EACH p[2 * i] = even.v[i], p[2 * i + 1] = odd.v[i];
 }
+// See vector_avx512.h.
+template <int S> static inline I largest_in_groups(I v) { return S > 1 ? set_i(largest_i(v)) : v; }
+static inline I low_bytes_in_blocks(I v) {
+  uint32_t word = 0;
+  QCORE_EACH word |= (uint32_t)(v.v[i] & 255) << 8 * i;
+  return set_i((int32_t)word);
+}
+template <int, int> static inline I rotated_blocks(I v) { return v; }  // there is one

@@ -126,3 +126,7 @@ static inline void store_pairs_f(float* p, F even, F odd) {
   store_f(p, vzip1q_f32(even, odd));
   store_f(p + 4, vzip2q_f32(even, odd));
 }
+// See vector_avx512.h.
+template <int S> static inline I largest_in_groups(I v) { return S > 1 ? set_i(vmaxvq_s32(v)) : v; }
+static inline I low_bytes_in_blocks(I v) { return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(v), vreinterpretq_u8_s32(set_i(0x0c080400)))); }
+template <int, int> static inline I rotated_blocks(I v) { return v; }  // there is one

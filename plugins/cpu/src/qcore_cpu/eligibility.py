@@ -5,6 +5,7 @@ from __future__ import annotations
 from qcore import Conv2dRequest, DynamicInt8, StaticInt8, ZeroPoint
 from qcore.plugin_api import AnyRequest, why_not_dtypes, why_not_empty
 
+from . import native
 from .geometry import Geometry
 from .kinds import Kind, Mode, kind_of
 
@@ -99,13 +100,16 @@ def takes_windows_last(request: Conv2dRequest) -> bool:
 
 
 def takes_channels(request: Conv2dRequest) -> bool:
-    """Whether a depthwise convolution has a kernel for images in the format channels_last."""
+    """Whether channels of the format channels_last become lanes: depthwise, or in small groups."""
     inputs, outputs = _channels(request)
-    if (inputs, outputs) != (1, 1) or request.groups < _FEWEST_LANES or _taps(request) > _MOST_TAPS:
+    if inputs != outputs or request.in_channels < _FEWEST_LANES or _taps(request) > _MOST_TAPS:
         return False
     mode, exact = Mode.of(request.activation), request.weight.zero is not ZeroPoint.FLOAT
     one = exact and request.weight.group(request.k) >= request.k and request.x_dtype.is_floating_point
-    return mode is Mode.DIGITS or (one and mode in (Mode.DYNAMIC, Mode.STATIC, Mode.AFFINE))
+    if inputs > 1:  # codes less their zero points are int8
+        int8 = request.weight.zero is ZeroPoint.NONE or request.weight.element.container_bits == 4
+        one = one and int8 and inputs in (4, 8, 16) and inputs <= native.lanes()
+    return (mode is Mode.DIGITS and inputs == 1) or (one and mode in (Mode.DYNAMIC, Mode.STATIC, Mode.AFFINE))
 
 
 def _channels(request: Conv2dRequest) -> tuple[int, int]:

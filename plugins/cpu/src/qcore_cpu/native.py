@@ -93,3 +93,9 @@ def isa() -> str | None:
     """The one in use; None if `QCORE_CPU_ISA` names one that is not available."""
     name = handle().qcore_cpu_isa()
     return None if name is None else str(name.decode())
+
+
+def lanes() -> int:
+    """Numbers of 32 bits in a vector of the instruction set in use."""
+    name = isa() or ""
+    return 16 if name.startswith(("avx512", "amx")) else 8 if name.startswith("avx") else 4
