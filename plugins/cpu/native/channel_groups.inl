@@ -45,7 +45,6 @@ static void group_numbers(const Weight& w, int size, int64_t step, int32_t* to, 
 template <Type TYPE, Mode MODE, int S>
 struct ChannelPart {
   static constexpr int V = 4, BLOCKS = S > 4 ? S / 4 : 1;  // windows together
-  static constexpr bool BOUNDED = MODE != DYNAMIC;
   const Input& in;
   const Output& out;
   const Image& image;
@@ -95,7 +94,8 @@ struct ChannelPart {
   template <int N>
   inline __attribute__((always_inline)) void windows(int64_t v) const {
     const int64_t wide = (image.kw - 1) * image.dw;
-    F own[N], inverse[N], low[N], high[N], magic[N];
+    F own[N];
+    Codes<N> codes;
     I acc[N];
     const I sums = S > 1 ? load_i(w.sums + first) : set_i(0);
 #pragma GCC unroll 4
@@ -105,15 +105,31 @@ struct ChannelPart {
       for (int64_t j = image.dw; j <= wide; j += image.dw) most = max_i(most, column[j]);
       for (int64_t j = 0; MODE == AFFINE && j <= wide; j += image.dw) under = max_i(under, column[columns + j]);
       if (MODE == DYNAMIC) {
-        dynamic_steps(most, own[n], inverse[n]);
+        dynamic_steps(most, own[n], codes.inverse[n]);
+      } else if (MODE == AFFINE) {
+        affine_steps(most, under, own[n], codes.inverse[n], zero);
       } else {
-        plane_steps(in, max_i(most, under), from_bits(or_i(under, set_i((int32_t)0x80000000))), from_bits(most), own[n], zero);
-        inverse[n] = inverse_scales(own[n]);
-        code_bounds(zero, low[n], high[n]);
+        plane_steps(in, most, from_bits(most), from_bits(most), own[n], zero);
+        codes.inverse[n] = inverse_scales(own[n]);
       }
-      magic[n] = S == 1 ? set_f(ROUNDING) : add_f(set_f(ROUNDING + CODE_OFFSET), to_f(zero));
+      if (MODE != DYNAMIC) code_bounds(zero, codes.low[n], codes.high[n]);
+      codes.magic[n] = S == 1 ? set_f(ROUNDING) : add_f(set_f(ROUNDING + CODE_OFFSET), to_f(zero));
       acc[n] = S == 1 ? set_i(0) : mul_i(sums, sub_i(set_i(-CODE_OFFSET), zero));
     }
+    multiply<N>(v, codes, acc);
+    finish<N>(v, own, acc);
+  }
+
+  // How values become codes.
+  template <int N>
+  struct Codes {
+    F inverse[N], low[N], high[N], magic[N];
+  };
+
+  template <int N>
+  inline __attribute__((always_inline)) void multiply(int64_t v, const Codes<N>& codes, I (&sums)[N]) const {
+    I acc[N];
+    for (int n = 0; n < N; n++) acc[n] = sums[n];
     for (int64_t j = 0; j < image.kw; j++) {
       const F* from = values + v * image.sw + j * image.dw;
       const int32_t* number = w.numbers + j * BLOCKS * w.step + first;
@@ -122,9 +138,9 @@ struct ChannelPart {
         for (int b = 0; b < BLOCKS; b++) numbers[b] = load_i(number + b * w.step);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
-          F code = mul_f(from[n * image.sw], inverse[n]);
-          if (BOUNDED) code = max_f(min_f(code, high[n]), low[n]);
-          const I word = bits(add_f(code, magic[n]));
+          F code = mul_f(from[n * image.sw], codes.inverse[n]);
+          if (MODE != DYNAMIC) code = max_f(min_f(code, codes.high[n]), codes.low[n]);
+          const I word = bits(add_f(code, codes.magic[n]));
           if constexpr (S == 1) {
             acc[n] = dot_words(acc[n], word, numbers[0]);
           } else {
@@ -139,6 +155,11 @@ struct ChannelPart {
         }
       }
     }
+    for (int n = 0; n < N; n++) sums[n] = acc[n];
+  }
+
+  template <int N>
+  inline __attribute__((always_inline)) void finish(int64_t v, const F (&own)[N], const I (&acc)[N]) const {
     const F scale = load_f(w.scales + first), bias = out.bias ? widen_f(out.bias, first, out.bias_type) : set_f(0);
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {

@@ -152,130 +152,6 @@ static void quantize_runs(const Runs& x, float inverse, int32_t zero, int8_t* co
   else all_codes<F16>(x, inverse, zero, codes, sums);
 }
 
-// The largest magnitudes of `count` values, in lanes.
-template <Type TYPE>
-static inline I lane_magnitudes(const char* x, int64_t count) {
-  const I all_but_sign = set_i(0x7fffffff);
-  I most = set_i(0);
-  int64_t i = 0;
-#ifdef QCORE_PARTS
-  if constexpr (TYPE == BF16) {  // whose bits are those of a float's upper half
-    I words = set_i(0);
-    const auto include = [&](I v) { words = max_words(words, and_i(v, set_i(0x7fff7fff))); };
-    for (; i + 2 * LANES <= count; i += 2 * LANES) include(load_i((const uint16_t*)x + i));
-    if (i < count) include(load_part_32((const uint16_t*)x + i, count - i));
-    return max_i(shl_i<16>(words), and_i(words, set_i((int32_t)0xffff0000)));
-  }
-#endif
-  for (; i + LANES <= count; i += LANES) most = max_i(most, and_i(bits(widen_f(x, i, TYPE)), all_but_sign));
-  if (i < count) {
-#ifdef QCORE_PARTS
-    const F rest = widen_part_f(x, i, TYPE, count - i);
-#else
-    alignas(64) float values[LANES] = {0};
-    widen(x + i * type_size(TYPE), TYPE, count - i, values);
-    const F rest = load_f(values);
-#endif
-    most = max_i(most, and_i(bits(rest), all_but_sign));
-  }
-  return most;
-}
-
-static int32_t magnitude(const void* x, Type type, int64_t count) {
-  const char* from = (const char*)x;
-  return largest_i(type == F32    ? lane_magnitudes<F32>(from, count)
-                   : type == BF16 ? lane_magnitudes<BF16>(from, count)
-                                  : lane_magnitudes<F16>(from, count));
-}
-
-template <Type TYPE>
-static void run_magnitudes(const Runs& x, int32_t* to) {
-  const char* from = (const char*)x.x;
-#ifdef QCORE_PARTS  // as many runs as a vector has lanes are reduced together
-  for (int64_t first = 0; first < x.runs; first += LANES) {
-    const int64_t here = x.runs - first < LANES ? x.runs - first : LANES;
-    F most[LANES];
-    for (int i = 0; i < LANES; i++) most[i] = set_f(0);
-    for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE))
-      most[r] = from_bits(lane_magnitudes<TYPE>(from, x.count));
-    store_part_f((float*)to + first, from_bits(largest_each_i(most)), here);
-  }
-#else
-  for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE))
-    to[r] = largest_i(lane_magnitudes<TYPE>(from, x.count));
-#endif
-}
-
-static void magnitudes(const Runs& x, int32_t* to) {
-  if (x.type == F32) run_magnitudes<F32>(x, to);
-  else if (x.type == BF16) run_magnitudes<BF16>(x, to);
-  else run_magnitudes<F16>(x, to);
-}
-
-// The same of positive and of negative values, each 0 where there are none; NaN counts by its sign. A float is the larger the
-// larger its bits are, as integers, and those of negative ones are negative.
-template <Type TYPE>
-static inline void lane_extremes(const char* x, int64_t count, I& high, I& low) {
-  const I sign = set_i((int32_t)0x80000000);
-  high = low = set_i(0);
-  int64_t i = 0;
-#ifdef QCORE_PARTS
-  if constexpr (TYPE == BF16) {
-    const I signs = set_i((int32_t)0x80008000);
-    const auto include = [&](I v) { high = max_signed_words(high, v), low = max_signed_words(low, xor_i(v, signs)); };
-    for (; i + 2 * LANES <= count; i += 2 * LANES) include(load_i((const uint16_t*)x + i));
-    if (i < count) include(load_part_32((const uint16_t*)x + i, count - i));  // 0 behind them, or -0
-    high = max_i(shl_i<16>(high), and_i(high, set_i((int32_t)0xffff0000)));
-    low = max_i(shl_i<16>(low), and_i(low, set_i((int32_t)0xffff0000)));
-    return;
-  }
-#endif
-  const auto include = [&](F v) {
-    high = max_i(high, bits(v));
-    low = max_i(low, add_i(bits(v), sign));  // the other sign
-  };
-  for (; i + LANES <= count; i += LANES) include(widen_f(x, i, TYPE));
-  if (i == count) return;
-#ifdef QCORE_PARTS
-  include(widen_part_f(x, i, TYPE, count - i));
-#else
-  alignas(64) float values[LANES] = {0};
-  widen(x + i * type_size(TYPE), TYPE, count - i, values);
-  include(load_f(values));
-#endif
-}
-
-template <Type TYPE>
-static void run_extremes(const Runs& x, int32_t* high, int32_t* low) {
-  const char* from = (const char*)x.x;
-#ifdef QCORE_PARTS
-  for (int64_t first = 0; first < x.runs; first += LANES) {
-    const int64_t here = x.runs - first < LANES ? x.runs - first : LANES;
-    F most[LANES], least[LANES];
-    for (int i = 0; i < LANES; i++) most[i] = least[i] = set_f(0);
-    for (int64_t r = 0; r < here; r++, from += x.step * type_size(TYPE)) {
-      I above, below;
-      lane_extremes<TYPE>(from, x.count, above, below);
-      most[r] = from_bits(above), least[r] = from_bits(below);
-    }
-    store_part_f((float*)high + first, from_bits(largest_each_i(most)), here);
-    store_part_f((float*)low + first, from_bits(largest_each_i(least)), here);
-  }
-#else
-  for (int64_t r = 0; r < x.runs; r++, from += x.step * type_size(TYPE)) {
-    I above, below;
-    lane_extremes<TYPE>(from, x.count, above, below);
-    high[r] = largest_i(above), low[r] = largest_i(below);
-  }
-#endif
-}
-
-static void extremes(const Runs& x, int32_t* high, int32_t* low) {
-  if (x.type == F32) run_extremes<F32>(x, high, low);
-  else if (x.type == BF16) run_extremes<BF16>(x, high, low);
-  else run_extremes<F16>(x, high, low);
-}
-
 // Where pixels lie side by side, windows that overlap and have one scale share codes; a copy of fewer would take
 // longer.
 constexpr int64_t FEWEST_READY = 64;
@@ -316,6 +192,34 @@ struct WindowLine {
       if (image.sw == 1) for (int64_t v = 0; v < count; v++) to[v] = to[v] > beside[v] ? to[v] : beside[v];
       else for (int64_t v = 0; v < count; v++) to[v] = to[v] > beside[v * image.sw] ? to[v] : beside[v * image.sw];
     }
+  }
+  // The same, where rows lie side by side, without a map: of values above one another first. AFFINE: `to` for positive values,
+  // `negative` for others. `above`: memory for those, and as many more.
+  template <Type TYPE, bool AFFINES>
+  void largest_side_by_side(int64_t from, int64_t count, int32_t* above, int32_t* to, int32_t* negative) const {
+    const int64_t left = from * image.sw - image.pw, span = (count - 1) * image.sw + image.kw, values = span * own;
+    const int64_t first = left < 0 ? -left * own : 0, last = left + span > image.width ? (image.width - left) * own : values;
+    const int64_t stored = ceil_div(values, LANES) * LANES + LANES;
+    int32_t* low = above + stored;
+    for (int64_t u = 0; u < stored * (AFFINES ? 2 : 1); u += LANES) store_lanes(above + u, set_i(0));
+    const I sign = set_i((int32_t)0x80000000), all_but_sign = set_i(0x7fffffff);
+    const auto include = [&](F v, int64_t at) {
+      const I b = bits(v);
+      store_lanes(above + at, max_i(load_i(above + at), AFFINES ? b : and_i(b, all_but_sign)));
+      if (AFFINES) store_lanes(low + at, max_i(load_i(low + at), add_i(b, sign)));
+    };
+    for (int64_t i = begin; i < end && first < last; i++) {
+      const char* x = pixel(i, left);
+      int64_t u = first;
+      for (; u + LANES <= last; u += LANES) include(widen_f(x, u, TYPE), u);
+      if (u == last) continue;
+      alignas(64) float rest[LANES] = {0};
+      widen(x + u * type_bytes, TYPE, last - u, rest);
+      include(load_f(rest), u);
+    }
+    const int64_t run = image.kw * own, step = image.sw * own;
+    largest_of_runs(above, run, step, count, to);
+    if (AFFINES) largest_of_runs(low, run, step, count, negative);
   }
   // Whether a window lies in the image, and its rows can be read at a stretch.
   bool is_inside(int64_t v) const {
@@ -413,6 +317,14 @@ static void line_codes_as(Type type, bool pixels, const WindowLine& line, int64_
   else line_codes_of<F16, RANGE>(pixels, line, from, count, inverse, most, to);
 }
 
+template <bool AFFINES>
+static void side_by_side(Type type, const WindowLine& line, int64_t from, int64_t count, int32_t* above, int32_t* to,
+                         int32_t* negative) {
+  if (type == F32) line.template largest_side_by_side<F32, AFFINES>(from, count, above, to, negative);
+  else if (type == BF16) line.template largest_side_by_side<BF16, AFFINES>(from, count, above, to, negative);
+  else line.template largest_side_by_side<F16, AFFINES>(from, count, above, to, negative);
+}
+
 // Windows from `from` on of a line of results; the image's largest magnitudes, or null where windows are pixels.
 static void window_codes(const Input& in, const Image& image, const int32_t* map, int64_t group, int64_t number,
                          int64_t from, int64_t count, const WindowCodes& to) {
@@ -422,7 +334,9 @@ static void window_codes(const Input& in, const Image& image, const int32_t* map
   int32_t *most = to.scratch, *low = most + 2 * padded, *below = low + padded;
   float* inverse = (float*)(most + padded);
   const int64_t pixels = number / image.out_height() * image.height * image.width;  // of images before this one
-  if (map) {
+  if (has_side_by_side_rows(image)) {
+    (affine ? side_by_side<true> : side_by_side<false>)(in.type, line, from, count, below, most, low);
+  } else if (map) {
     line.largest(map + pixels, from, count, below, most);
     if (affine) line.largest(map + every + pixels, from, count, below, low);
   } else {
@@ -447,5 +361,5 @@ static void window_codes(const Input& in, const Image& image, const int32_t* map
     store_f(to.scales + v, scale);
     store_f(inverse + v, factor);
   }
-  (affine ? line_codes_as<BETWEEN> : line_codes_as<WITHIN>)(in.type, !map, line, from, count, inverse, most, to);
+  (affine ? line_codes_as<BETWEEN> : line_codes_as<WITHIN>)(in.type, is_pixelwise(image), line, from, count, inverse, most, to);
 }

@@ -186,7 +186,7 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
   constexpr int64_t MOST_ROWS = 96, MOST_BYTES = 512 << 10;  // of codes, which stay in L2 while all columns pass
   constexpr int64_t VECTOR = CodeRows::VECTOR;
   Image image = given;
-  const bool alone = image.kh == 1 && image.kw == 1 && !image.ph && !image.pw;  // windows are pixels
+  const bool alone = is_pixelwise(image), few = has_side_by_side_rows(image);
   if (alone && image.sh == 1 && image.sw == 1) {
     image.width *= image.batch * image.height;
     image.batch = image.height = 1;
@@ -194,9 +194,9 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
   const int64_t own = image.channels / image.groups, ow = image.out_width(), lines = image.batch * image.out_height();
   const int64_t rows_of_pixels = image.batch * image.height, size = type_size(in.type);
   const bool affine = in.mode == AFFINE;
-  const Scratch largest(alone ? 64 : (affine ? 2 : 1) * rows_of_pixels * image.width * 4);
+  const Scratch largest(alone || few ? 64 : (affine ? 2 : 1) * rows_of_pixels * image.width * 4);
   if (!largest.data) return false;
-  int32_t* map = alone ? nullptr : reinterpret_cast<int32_t*>(largest.data);
+  int32_t* map = alone || few ? nullptr : reinterpret_cast<int32_t*>(largest.data);
   const char* x = static_cast<const char*>(in.x) + group * own * size;
   if (map) each(pool, rows_of_pixels, std::max<int64_t>(1, (1 << 14) / (own * image.width)), [&](int64_t row) {
     const int64_t pixel = row * image.width;
@@ -214,7 +214,8 @@ bool dynamic_windows(const Kernels& kernels, const Pool& pool, const Weight& w, 
   const int64_t together = std::max<int64_t>(1, std::min(lines, most / ow));
   const int64_t part = ow > most ? most : ow, parts = ceil_div(ow, part);  // of a line
   const int64_t units = ceil_div(lines, together) * parts, rows = together * part, padded = CodeRows::padded(rows);
-  const int64_t words = 3 * round_up(part, VECTOR) + image.width + 2 * image.pw;
+  const int64_t line_words = image.width + 2 * image.pw + VECTOR;
+  const int64_t words = 3 * round_up(part, VECTOR) + (few ? 2 * image.channels : 1) * line_words + 2 * VECTOR;
   std::vector<char> failed(static_cast<size_t>(units), 0);
   each(pool, units, std::max<int64_t>(1, (1 << 16) / (rows * w.at.k * w.n + 1)), [&](int64_t unit) {
     const int64_t line = unit / parts * together, from = unit % parts * part;

@@ -12,6 +12,14 @@ struct Image {
   int64_t out_width() const { return (width + 2 * pw - dw * (kw - 1) - 1) / sw + 1; }
 };
 
+// Whether windows are pixels.
+static inline bool is_pixelwise(const Image& x) { return x.kh == 1 && x.kw == 1 && !x.ph && !x.pw; }
+// Whether the values of windows are compared where those of a row lie side by side, not pixel by pixel: with fewer channels than
+// that, there are more pixels, and vectors of theirs that are not full, than windows.
+static inline bool has_side_by_side_rows(const Image& x) {
+  return !is_pixelwise(x) && x.dw == 1 && x.groups == 1 && x.channels < 8;
+}
+
 constexpr int FEWEST_CHANNELS = 16;  // lanes of the widest vectors
 constexpr int64_t MOST_TAPS = 512;   // of a depthwise convolution with kernels of its own
 

@@ -29,6 +29,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "windows.inl"
 #include "panel.inl"
 #include "planes.inl"
+#include "magnitudes.inl"
 #include "codes.inl"
 #include "channel_groups.inl"
 #include "channels.inl"

@@ -24,22 +24,37 @@ static inline F usable_scales(F scale) {
   return from_bits(or_i(and_i(none, bits(set_f(1.0f))), rest));
 }
 
-// v / 127, rounded as a division is, in a third of its time: the remainder is exact. Checked with every float from 0 on.
-static inline F over_127(F v) {
+// v / N, rounded as a division is, in a third of its time: the remainder is exact. Checked with every float from 0 on for N of
+// 127 and 255.
+template <int N>
+static inline F divided_by(F v) {
 #ifdef QCORE_NO_FMA
-  return div_f(v, set_f(127.0f));
+  return div_f(v, set_f((float)N));
 #else
-  const F inverse = set_f(1.0f / 127.0f), quotient = mul_f(v, inverse);
-  return fma_f(fma_f(quotient, set_f(-127.0f), v), inverse, quotient);
+  const F inverse = set_f(1.0f / N), quotient = mul_f(v, inverse);
+  return fma_f(fma_f(quotient, set_f((float)-N), v), inverse, quotient);
 #endif
 }
 
 // Scales of windows of which these are the largest magnitudes, NaN where one is not finite, and by what values are multiplied.
 static inline __attribute__((always_inline)) void dynamic_steps(I most, F& scale, F& inverse) {
   const I nan = and_i(sra_i<31>(sub_i(set_i(INFINITE - 1), most)), set_i(0x7fc00000));
-  const F usable = usable_scales(over_127(from_bits(min_i(most, set_i(INFINITE - 1)))));
+  const F usable = usable_scales(divided_by<127>(from_bits(min_i(most, set_i(INFINITE - 1)))));
   scale = from_bits(or_i(bits(usable), nan));
   inverse = div_f(set_f(1), usable);
+}
+
+// The same with zero points, which are any where a scale is NaN. `high`, `low`: the largest magnitudes of positive and of negative
+// values.
+static inline __attribute__((always_inline)) void affine_steps(I high, I low, F& scale, F& inverse, I& zero) {
+  const I nan = and_i(sra_i<31>(sub_i(set_i(INFINITE - 1), max_i(high, low))), set_i(0x7fc00000));
+  const F least = from_bits(or_i(low, set_i((int32_t)0x80000000)));
+  const F range = sub_f(from_bits(high), least);  // Inf where it is too large: the scale is Inf, and codes are those of 0
+  const I infinite = sra_i<31>(sub_i(set_i(INFINITE - 1), bits(range)));
+  const F usable = usable_scales(from_bits(min_i(max_i(bits(divided_by<255>(range)), and_i(infinite, set_i(INFINITE))), set_i(INFINITE))));
+  inverse = div_f(set_f(1), usable);
+  zero = round_i(sub_f(set_f(-128.0f), div_f(least, usable)));
+  scale = from_bits(or_i(bits(usable), nan));
 }
 
 // Scales and zero points of windows of which these are the largest magnitudes, the least and the largest values; see `step_of`.
@@ -47,7 +62,7 @@ static inline void plane_steps(const Input& in, I most, F low, F high, F& scale,
   const I nan = and_i(sra_i<31>(sub_i(set_i(in.mode == STATIC ? INFINITE : INFINITE - 1), most)), set_i(0x7fc00000));
   zero = set_i(in.mode == STATIC ? in.zero : 0);
   if (in.mode == STATIC) scale = set_f(in.scale);
-  else if (in.mode == DYNAMIC) scale = usable_scales(over_127(from_bits(min_i(most, set_i(INFINITE - 1)))));
+  else if (in.mode == DYNAMIC) scale = usable_scales(divided_by<127>(from_bits(min_i(most, set_i(INFINITE - 1)))));
   else {
     scale = usable_scales(div_f(sub_f(high, low), set_f(255.0f)));
     // 0 where the scale is NaN, as the zero point of a row.

@@ -200,8 +200,8 @@ struct Kernels {
   // The largest magnitudes of the positive, and of the negative values of each run, likewise.
   void (*extremes)(const struct Runs& x, int32_t* high, int32_t* low);
   // `count` windows of a line of results as codes, each with a scale of its own, from window `from` on. `map`: the
-  // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding;
-  // for AFFINE, of positive and then of negative values.
+  // largest magnitudes of all images' pixels in this channel group, or null for a kernel of one pixel without padding
+  // and where rows lie side by side; for AFFINE, of positive and then of negative values.
   void (*window_codes)(const Input&, const struct Image&, const int32_t* map, int64_t group, int64_t line, int64_t from,
                        int64_t count, const struct WindowCodes&);
   // A convolution's windows times 32 columns, where the weight has one scale per channel: see Windows. `window_rows`:
@@ -244,7 +244,7 @@ struct Runs {
 };
 
 // Rows of codes, `step` bytes apart, with their scales, zero points (AFFINE) and sums, of which there is room for whole
-// vectors. `scratch`: three such arrays of words, then a word for each pixel of a padded line.
+// vectors. `scratch`: three such arrays of words, then a word for each pixel of a padded line, with few channels two for each value.
 struct WindowCodes {
   int8_t* q;
   int64_t step;

@@ -37,6 +37,7 @@ class CpuConv2d(Kernel):
         self.parts = self.parts_of(request)
         self.planes_first, self.channelwise = takes_planes_first(request), takes_channels(request)
         self.windows_last = takes_windows_last(request)
+        self.turned = self.channelwise and request.activation is not None
         self.rows = self.n // self.parts
         self.layout = WeightLayout(self.format, self.rows, self.k, sums=needs_sums(request.activation))
         scale, zero = given_numbers(request.activation)
@@ -94,7 +95,7 @@ class CpuConv2d(Kernel):
 class CpuPlaneConv2d(CpuConv2d):
     """The same for few channels in a group: images are read as planes, in torch's default format.
 
-    Depthwise, they are read as they are in either format. Of one group, images whose channels lie last have windows
+    Small channel groups, and depthwise ones, have kernels for channels that lie last. Of one group, images whose channels lie last have windows
     where that is faster; so have others, turned round, where windows are long.
 
     Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
@@ -107,10 +108,13 @@ class CpuPlaneConv2d(CpuConv2d):
         return 1
 
     def convolved(self, x: Tensor, weight: tuple[Tensor | None, ...], bias: Tensor | None) -> Tensor:
-        if self.channelwise and x.stride(1) == 1 and x.is_contiguous(memory_format=torch.channels_last):
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        if self.channelwise and x.stride(1) == 1 and last:
             pixels: Tensor = ops.conv2d_channels(x.permute(0, 2, 3, 1).contiguous(), *weight, bias, *self._constants)
             return pixels.permute(0, 3, 1, 2)
-        last = x.is_contiguous(memory_format=torch.channels_last)
+        if self.turned and _is_quick(x) and x.nbytes <= _MOST_TURNED:
+            y = ops.conv2d_channels(_channels_last(x), *weight, bias, *self._constants)
+            return _channels_first(y) if y.dtype in _QUICK else laid_out_like(y.permute(0, 3, 1, 2), x)
         if self.windows_last and (last or not self.planes_first):
             return super().convolved(x, weight, bias)
         quick = _is_quick(x, last=True)
@@ -119,6 +123,9 @@ class CpuPlaneConv2d(CpuConv2d):
         return _channels_last(y).permute(0, 3, 1, 2) if quick and y.dtype in _QUICK else laid_out_like(y, x)
 
 
+_MOST_TURNED = 4 << 20
+"""Bytes of images, up to which those of small channel groups are turned round: what large copies cost is more than is
+gained (benchmarks/results/2026-11-28-cpu-asymmetric-convolutions.md)."""
 _QUICK = (torch.float32, torch.bfloat16, torch.float16)
 
 
