@@ -64,10 +64,10 @@ int main(int, char** argv) {
     image.height = in.rows;
     image.channels = number();
     image.width = number();
-    // Of planes (channels, lines, width). 0: x is (lines, width, channels), as for -1: one channel in each group.
+    // Of planes (channels, lines, width). 0: x is (lines, width, channels), as below 0: minus the channels in each group, as lanes.
     const int64_t groups = number();
     in.scale = static_cast<float>(number()) / 1000.0f;  // comes as a whole number
-    if (groups) image.groups = groups < 0 ? image.channels : groups;
+    if (groups) image.groups = groups < 0 ? image.channels / -groups : groups;
     Output out{};
     out.type = in.type == I8 ? F32 : in.type;
     out.stride = w.n;

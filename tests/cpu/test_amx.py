@@ -35,3 +35,5 @@ def test_tiles_give_the_same_bits(tmp_path):
     # Several blocks of rows, the last of which is shorter, or too short for tiles; results in one vector of columns.
     images += ((5, 19, 64, 16), (1, 100, 32, 4), (2, 70, 96, 48))
     cpu_driver.check([str(driver)], "amxint8", tmp_path, list(cpu_driver.convolutions(images)))
+    groups = ((5, 9, 36, 4), (4, 23, 40, 8), (3, 6, 48, 16), (4, 9, 20, 1))
+    cpu_driver.check([str(driver)], "amxint8", tmp_path, list(cpu_driver.depthwise(groups)))

@@ -138,6 +138,8 @@ def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme
     if "static" not in scheme:  # whose code of NaN is any
         x[1, 1, 4, 8], x[1, channels - 1, 4, 15], x[1, 0, 0, 2] = float("nan"), float("-inf"), -60000
         x[1, 0, 7, 30] = -x[1, 1, 4, 8]
+        if dtype is not torch.float16:
+            x[0, 0, 8, 30], x[0, 1, 8, 30] = 3e38, -3e38  # whose range is Inf
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
     layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
     rows = qcore.nn.QuantizedLinear.from_float(linear_of(conv), scheme)
@@ -146,6 +148,41 @@ def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme
     exact = layer.decision.kernel.windows_last  # else planes
     rounding = 0 if exact else {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", [
+    "w8a8", "w4a8-asym", "w8a8-asym", "w8a8-aasym", "w4a8-asym-aasym", "w8a8-static(0.02,5)", "w8a8-aasym-o8(0.1,-3)",
+])  # fmt: skip
+@pytest.mark.parametrize(("channels", "size", "geometry"), [
+    (36, 4, {"kernel_size": 3, "padding": 1}), (40, 8, {"kernel_size": (2, 5), "padding": (3, 2), "stride": (2, 3)}),
+    (48, 16, {"kernel_size": 3, "padding": 2, "dilation": (1, 2)}), (64, 4, {"kernel_size": 1, "bias": False}),
+    (17, 1, {"kernel_size": 3, "padding": 1, "stride": 2}), (256, 8, {"kernel_size": 3, "padding": 1}),
+    (16, 1, {"kernel_size": (19, 24), "padding": 16}),
+])  # fmt: skip
+def test_channels_of_small_groups_are_lanes(channels, size, geometry, scheme, dtype, monkeypatch):
+    """What planes give, to the bit: parts of lines, padding, NaN, Inf, zeros, and a range beyond the largest float."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(channels, channels, groups=channels // size, **geometry).to(dtype)
+    x = torch.randn(2, channels, 9, 61) + torch.randint(-2, 3, (2, channels, 1, 1))
+    x *= torch.tensor([1, 1, 1, 1, 1, 8, 0.01])[torch.randint(7, (2, 1, 9, 61))]
+    x[0, :, 2:6, 5:10] = 0
+    if "static" not in scheme:  # whose code of NaN is any
+        x[1, 1, 4, 8], x[1, channels - 1, 4, 15] = float("nan"), float("inf")
+        if dtype is not torch.float16:
+            x[0, 0, 8, 50], x[0, 0, 8, 51] = 3e38, -3e38
+    x = x.to(dtype)
+    layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
+    kernel = layer.decision.kernel
+    assert kernel.channelwise == (size == 1 or (size <= native.lanes() and scheme != "w8a8-asym"))
+    last, turned = layer(x.contiguous(memory_format=torch.channels_last)), layer(x)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert turned.is_contiguous()
+    monkeypatch.setattr("qcore_cpu.conv2d._MOST_TURNED", 0)
+    planes = layer(x)
+    for found in (last, turned):
+        torch.testing.assert_close(found, planes, rtol=0, atol=0, equal_nan=True)
 
 
 def linear_of(conv):

@@ -19,6 +19,7 @@ SCHEMES = ("w4a16-g32-asym", "w8a16", "w4a16-g128-fzp", "mxfp4", "w8a8", "w4a8-g
 
 
 CONVOLUTIONS = ("w8a8", "w4a8", "w8a8-g64-asym", "w4a8-asym", "w8a8-static(0.05,3)", "w8a8-asym-static(0.05,3)")
+CONVOLUTIONS += ("w8a8-aasym", "w4a8-g32", "w4a8-g32-asym-aasym", "w8a8-g64-fzp-aasym", "w4a8-g32-static(0.05,3)")
 PLANES = ("w8a8", "w4a8-asym", "w8a8-aasym", "w4a8-g32-fzp-aasym", "w8a8-asym-static(0.05,3)")
 
 
@@ -70,7 +71,7 @@ def fp8(shapes=((1, 77, 33), (33, 200, 40), (70, 576, 96))):
                 )
 
 
-def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32))):
+def convolutions(shapes=((3, 13, 12, 33), (2, 5, 16, 40), (1, 1, 4, 7), (3, 26, 8, 32), (4, 15, 3, 20), (2, 9, 9, 17))):
     """The same for 3 x 3 convolutions: lines, width and channels of an image, and output channels."""
     from qcore_cpu.kinds import Mode
 
@@ -96,16 +97,20 @@ def planes(shapes=((3, 13, 12, 33, 1), (9, 17, 40, 80, 40), (1, 40, 6, 12, 3), (
                 yield _input(layout, packed, mode, x, groups), _expected_image(layout, packed, mode, x, groups), True
 
 
-def depthwise(shapes=((3, 13, 33), (9, 1, 80), (1, 40, 16))):
-    """The same for depthwise convolutions on channels that lie side by side: lines, width and channels of an image."""
+def depthwise(shapes=((3, 13, 33, 1), (9, 1, 80, 1), (1, 40, 16, 1), (5, 9, 36, 4))):
+    """The same where channels that lie side by side are lanes: lines, width and channels of an image, and of a group."""
+    from qcore_cpu.kinds import Mode
+
     generator = torch.Generator().manual_seed(10)
     for text in ("w8a8", "w4a8-asym", "w8a8-aasym", "w8a8-static(0.05,3)", "w4a16-g8-fzp"):
         parsed = qcore.Scheme.parse(text)
-        for height, width, channels in shapes:
-            layout, packed, mode = _weight(parsed, channels, 9, generator)
+        for height, width, channels, size in shapes:
+            if size > 1 and Mode.of(parsed.activation) is Mode.DIGITS:
+                continue
+            layout, packed, mode = _weight(parsed, channels, 9 * size, generator)
             for dtype in DTYPES:
                 x = (torch.randn(height, width, channels, generator=generator) + 0.3).to(dtype)
-                yield _input(layout, packed, mode, x, -1), _expected_image(layout, packed, mode, x, -1), True
+                yield _input(layout, packed, mode, x, -size), _expected_image(layout, packed, mode, x, -size), True
 
 
 def _weight(scheme, n, k, generator):
@@ -151,7 +156,7 @@ def _expected_image(layout, packed, mode, x, groups=0):
     sides = (3, 3, 1, 1, 1, 1, 1, 1)
     op, channels = (ops.conv2d_planes, x.shape[0]) if groups > 0 else (ops.conv2d, x.shape[2])
     if groups < 0:
-        op, groups = ops.conv2d_channels, channels
+        op, groups = ops.conv2d_channels, channels // -groups
     return op(x[None], *layout.arguments(packed), None, channels, layout.n, max(1, groups), *constants, *sides)
 
 

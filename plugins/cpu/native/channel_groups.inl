@@ -11,7 +11,8 @@
 constexpr int CODE_OFFSET = SIGNED_CODES ? 0 : 128;
 
 // Words of the weight for `to` [taps][S / 4][step], their sums over each window for `sums`, and scales; see ChannelNumbers.
-static void group_numbers(const Weight& w, int size, int64_t step, int32_t* to, int32_t* sums, float* scales, char* scratch) {
+static void group_numbers(const Weight& w, int size, int64_t step, int32_t* to, int32_t* sums, float* scales,
+                          char* scratch) {
   const int blocks = size / 4;
   const int64_t taps = w.at.k / size;
   for (int64_t nb = 0; nb < ceil_div(w.n, COLUMNS); nb++) {
@@ -113,7 +114,7 @@ struct ChannelPart {
         codes.inverse[n] = inverse_scales(own[n]);
       }
       if (MODE != DYNAMIC) code_bounds(zero, codes.low[n], codes.high[n]);
-      codes.magic[n] = S == 1 ? set_f(ROUNDING) : add_f(set_f(ROUNDING + CODE_OFFSET), to_f(zero));
+      codes.zero[n] = zero;
       acc[n] = S == 1 ? set_i(0) : mul_i(sums, sub_i(set_i(-CODE_OFFSET), zero));
     }
     multiply<N>(v, codes, acc);
@@ -123,7 +124,8 @@ struct ChannelPart {
   // How values become codes.
   template <int N>
   struct Codes {
-    F inverse[N], low[N], high[N], magic[N];
+    F inverse[N], low[N], high[N];
+    I zero[N];  // added to whole numbers: with it before, ties would be rounded to odd codes
   };
 
   template <int N>
@@ -140,11 +142,11 @@ struct ChannelPart {
         for (int n = 0; n < N; n++) {
           F code = mul_f(from[n * image.sw], codes.inverse[n]);
           if (MODE != DYNAMIC) code = max_f(min_f(code, codes.high[n]), codes.low[n]);
-          const I word = bits(add_f(code, codes.magic[n]));
+          const I word = bits(add_f(code, set_f(S == 1 ? ROUNDING : ROUNDING + CODE_OFFSET)));
           if constexpr (S == 1) {
             acc[n] = dot_words(acc[n], word, numbers[0]);
           } else {
-            const I bytes = low_bytes_in_blocks(word);
+            const I bytes = low_bytes_in_blocks(MODE == DYNAMIC ? word : add_i(word, codes.zero[n]));
             acc[n] = dot(acc[n], bytes, numbers[0]);
             if constexpr (BLOCKS > 1) acc[n] = dot(acc[n], rotated_blocks<BLOCKS, 1>(bytes), numbers[1]);
             if constexpr (BLOCKS > 2) {
@@ -205,11 +207,13 @@ static void channel_parts(const Input& in, const Output& out, const Image& image
   }
 }
 
-using ChannelParts = void (*)(const Input&, const Output&, const Image&, const ChannelNumbers&, const char*, int64_t, int64_t, char*);
+using ChannelParts = void (*)(const Input&, const Output&, const Image&, const ChannelNumbers&, const char*, int64_t,
+                              int64_t, char*);
 
 template <Type TYPE, int S>
 static ChannelParts parts_of(Mode mode) {
-  return mode == DYNAMIC ? channel_parts<TYPE, DYNAMIC, S> : mode == STATIC ? channel_parts<TYPE, STATIC, S> : channel_parts<TYPE, AFFINE, S>;
+  if (mode == AFFINE) return channel_parts<TYPE, AFFINE, S>;
+  return mode == DYNAMIC ? channel_parts<TYPE, DYNAMIC, S> : channel_parts<TYPE, STATIC, S>;
 }
 
 template <int S>
