@@ -52,48 +52,58 @@ struct ChannelPart {
   const ChannelNumbers& w;
   const char* x;  // of the image
   int64_t row, top, v0, count, first, columns;
-  F* values;  // [kernel height][columns]
+  F* buffer;  // [kernel height][columns], or what is read from the image itself: floats without padding
   I* stacks;  // [columns], and as many again for AFFINE
+
+  // Where floats lie: bytes from column to column, and from line to line.
+  struct Values {
+    const char* at;
+    int64_t column, line;
+  };
 
   // 1. Values as floats, and the largest magnitudes of those above each other in each group; of AFFINE those of positive
   //    and of negative ones.
-  void read() const {
+  Values read() const {
     const int64_t pixel = image.channels * type_size(TYPE), left = v0 * image.sw - image.pw;
     const int64_t begin = left < 0 ? (-left < columns ? -left : columns) : 0, rest = image.width - left;
     const int64_t end = rest < begin ? begin : rest < columns ? rest : columns;
     int64_t from = 0, to = image.kh;  // rows of the image
     while (from < to && top + from * image.dh < 0) from++;
     while (from < to && top + (to - 1) * image.dh >= image.height) to--;
+    const bool ready = TYPE == F32 && begin == 0 && end == columns && from == 0 && to == image.kh;
     const auto clear = [&](int64_t u, int64_t last) {
       for (; u < last; u++) {
-        for (int64_t i = 0; i < image.kh; i++) values[i * columns + u] = set_f(0);
+        for (int64_t i = 0; i < image.kh; i++) buffer[i * columns + u] = set_f(0);
         stacks[u] = set_i(0);
         if (MODE == AFFINE) stacks[columns + u] = set_i(0);
       }
     };
     clear(0, begin), clear(end, columns);
     for (int64_t i = 0; i < image.kh; i++)
-      if (i < from || i >= to) for (int64_t u = begin; u < end; u++) values[i * columns + u] = set_f(0);
+      if (i < from || i >= to) for (int64_t u = begin; u < end; u++) buffer[i * columns + u] = set_f(0);
     const int64_t below = image.dh * image.width * pixel;
     const char* column = x + ((top + from * image.dh) * image.width + left + begin) * pixel + first * type_size(TYPE);
     const I sign = set_i((int32_t)0x80000000), all_but_sign = set_i(0x7fffffff);
+    const Values own{ready ? column : (const char*)buffer, ready ? pixel : (int64_t)sizeof(F),
+                     ready ? below : columns * (int64_t)sizeof(F)};
     for (int64_t u = begin; u < end; u++, column += pixel) {
       I most = set_i(0), under = set_i(0);
       const char* at = column;
       for (int64_t i = from; i < to; i++, at += below) {
         const F value = widen_f(at, 0, TYPE);
-        values[i * columns + u] = value;
+        if (!ready) buffer[i * columns + u] = value;
         most = max_i(most, MODE == AFFINE ? bits(value) : and_i(bits(value), all_but_sign));
         if (MODE == AFFINE) under = max_i(under, add_i(bits(value), sign));  // the other sign
       }
       stacks[u] = largest_in_groups<S>(most);
       if (MODE == AFFINE) stacks[columns + u] = largest_in_groups<S>(under);
     }
+    return own;
   }
 
   // 2. The scale of each window. 3. Codes, each used at once, and products.
   template <int N>
-  inline __attribute__((always_inline)) void windows(int64_t v) const {
+  inline __attribute__((always_inline)) void windows(const Values& values, int64_t v) const {
     const int64_t wide = (image.kw - 1) * image.dw;
     F own[N];
     Codes<N> codes;
@@ -117,7 +127,7 @@ struct ChannelPart {
       codes.zero[n] = zero;
       acc[n] = S == 1 ? set_i(0) : mul_i(sums, sub_i(set_i(-CODE_OFFSET), zero));
     }
-    multiply<N>(v, codes, acc);
+    multiply<N>(values, v, codes, acc);
     finish<N>(v, own, acc);
   }
 
@@ -129,18 +139,20 @@ struct ChannelPart {
   };
 
   template <int N>
-  inline __attribute__((always_inline)) void multiply(int64_t v, const Codes<N>& codes, I (&sums)[N]) const {
+  inline __attribute__((always_inline)) void
+  multiply(const Values& values, int64_t v, const Codes<N>& codes, I (&sums)[N]) const {
     I acc[N];
     for (int n = 0; n < N; n++) acc[n] = sums[n];
+    const int64_t step = image.sw * values.column;
     for (int64_t j = 0; j < image.kw; j++) {
-      const F* from = values + v * image.sw + j * image.dw;
+      const char* from = values.at + (v * image.sw + j * image.dw) * values.column;
       const int32_t* number = w.numbers + j * BLOCKS * w.step + first;
-      for (int64_t i = 0; i < image.kh; i++, from += columns, number += image.kw * BLOCKS * w.step) {
+      for (int64_t i = 0; i < image.kh; i++, from += values.line, number += image.kw * BLOCKS * w.step) {
         I numbers[BLOCKS];
         for (int b = 0; b < BLOCKS; b++) numbers[b] = load_i(number + b * w.step);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
-          F code = mul_f(from[n * image.sw], codes.inverse[n]);
+          F code = mul_f(load_f((const float*)(from + n * step)), codes.inverse[n]);
           if (MODE != DYNAMIC) code = max_f(min_f(code, codes.high[n]), codes.low[n]);
           const I word = bits(add_f(code, set_f(S == 1 ? ROUNDING : ROUNDING + CODE_OFFSET)));
           if constexpr (S == 1) {
@@ -182,11 +194,11 @@ struct ChannelPart {
   }
 
   void run() const {
-    read();
+    const Values values = read();
     int64_t v = 0;
-    for (; v + V <= count; v += V) windows<V>(v);
-    if (v < count && count >= V) return windows<V>(count - V);  // some of them once more
-    for (; v < count; v++) windows<1>(v);
+    for (; v + V <= count; v += V) windows<V>(values, v);
+    if (v < count && count >= V) return windows<V>(values, count - V);  // some of them once more
+    for (; v < count; v++) windows<1>(values, v);
   }
 };
 
