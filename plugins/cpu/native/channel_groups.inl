@@ -86,6 +86,9 @@ struct ChannelPart {
     const I sign = set_i((int32_t)0x80000000), all_but_sign = set_i(0x7fffffff);
     const Values own{ready ? column : (const char*)buffer, ready ? pixel : (int64_t)sizeof(F),
                      ready ? below : columns * (int64_t)sizeof(F)};
+    // The next part of the last line, or what follows that line: too few values at a stretch for the processor to see where they
+    // lead.
+    const int64_t ahead = count * image.sw * pixel;
     for (int64_t u = begin; u < end; u++, column += pixel) {
       I most = set_i(0), under = set_i(0);
       const char* at = column;
@@ -95,6 +98,7 @@ struct ChannelPart {
         most = max_i(most, MODE == AFFINE ? bits(value) : and_i(bits(value), all_but_sign));
         if (MODE == AFFINE) under = max_i(under, add_i(bits(value), sign));  // the other sign
       }
+      prefetch(at - below + ahead);
       stacks[u] = largest_in_groups<S>(most);
       if (MODE == AFFINE) stacks[columns + u] = largest_in_groups<S>(under);
     }
