@@ -124,12 +124,13 @@ def test_short_rows_of_channels(channels, geometry, outputs, scheme, dtype):
 ])  # fmt: skip
 @pytest.mark.parametrize("outputs", [6, 17, 48])
 @pytest.mark.parametrize(("channels", "geometry"), [
-    (104, {"kernel_size": 1}), (40, {"kernel_size": 1, "stride": 2, "padding": 1}), (64, {"kernel_size": 3, "padding": 1}),
-    (8, {"kernel_size": (3, 5), "padding": (1, 4), "stride": (2, 1)}), (3, {"kernel_size": 7, "padding": 3, "stride": 2}),
+    (104, {"kernel_size": 1}), (40, {"kernel_size": 1, "stride": 2, "padding": 1}),
+    (64, {"kernel_size": 3, "padding": 1}), (8, {"kernel_size": (3, 5), "padding": (1, 4), "stride": (2, 1)}),
+    (3, {"kernel_size": 7, "padding": 3, "stride": 2}),
     (24, {"kernel_size": 3, "padding": (2, 1), "dilation": (1, 2)}), (5, {"kernel_size": 3, "bias": False}),
 ])  # fmt: skip
 def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme, dtype):
-    """Windows are rows of a linear layer, to the bit: zero points, padding, columns in groups, the last ones in part."""
+    """Windows are rows of a linear layer, to the bit: zero points, padding, columns in groups, some of them in part."""
     torch.manual_seed(0)
     conv = nn.Conv2d(channels, outputs, **geometry).to(dtype)
     x = torch.randn(2, channels, 9, 41).to(dtype) + torch.randint(-2, 3, (2, 1, 9, 41))

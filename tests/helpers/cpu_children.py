@@ -52,7 +52,8 @@ def convolutions() -> dict[str, torch.Tensor]:
     from qcore.nn import QuantizedConv2d
 
     made = {}
-    for text in ("w8a8", "w8a8-static(0.05,3)", "w4a8", "w8a8-aasym", "w4a8-g16-asym", "w8a8-g32-asym-aasym", "w4a8-g32-static(0.1,9)"):
+    schemes = ("w8a8", "w8a8-static(0.05,3)", "w4a8", "w8a8-aasym", "w4a8-g16-asym", "w8a8-g32-asym-aasym")
+    for text in (*schemes, "w4a8-g32-static(0.1,9)"):
         for groups, outputs in ((1, 40), (8, 40), (24, 24), (24, 48), (1, 3), (6, 24), (3, 24)):
             generator = torch.Generator().manual_seed(5)
             conv = torch.nn.Conv2d(24, outputs, 3, padding=1, stride=2, groups=groups)

@@ -98,7 +98,7 @@ def planes(shapes=((3, 13, 12, 33, 1), (9, 17, 40, 80, 40), (1, 40, 6, 12, 3), (
 
 
 def depthwise(shapes=((3, 13, 33, 1), (9, 1, 80, 1), (1, 40, 16, 1), (5, 9, 36, 4))):
-    """The same where channels that lie side by side are lanes: lines, width and channels of an image, and of a group."""
+    """The same where channels beside each other are lanes: lines, width and channels of an image, and of a group."""
     from qcore_cpu.kinds import Mode
 
     generator = torch.Generator().manual_seed(10)

@@ -95,8 +95,8 @@ class CpuConv2d(Kernel):
 class CpuPlaneConv2d(CpuConv2d):
     """The same for few channels in a group: images are read as planes, in torch's default format.
 
-    Small channel groups, and depthwise ones, have kernels for channels that lie last. Of one group, images whose channels lie last have windows
-    where that is faster; so have others, turned round, where windows are long.
+    Depthwise and with small channel groups, channels that lie last are lanes. Of one group, images whose channels lie
+    last have windows where that is faster; so have others, turned round, where windows are long.
 
     Packed: as `WeightLayout`, whatever the groups: each row stands for itself.
     """
