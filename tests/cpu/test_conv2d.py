@@ -144,10 +144,11 @@ def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
     layer = qcore.nn.QuantizedConv2d.from_float(conv, scheme)
     rows = qcore.nn.QuantizedLinear.from_float(linear_of(conv), scheme)
-    assert layer.decision.kernel.windows_last == (channels % 8 == 0 or "static" not in scheme)
-    found, expected = layer(x), rows(windows_of(x, conv)).permute(0, 3, 1, 2)
     exact = layer.decision.kernel.windows_last  # else planes
-    rounding = 0 if exact else {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]
+    assert exact == (channels % 8 == 0 or ("static" not in scheme and native.lanes() == 16))
+    found, expected = layer(x), rows(windows_of(x, conv)).permute(0, 3, 1, 2)
+    rounding = {torch.bfloat16: 0.008, torch.float16: 0.002, torch.float32: 1e-5}[dtype]  # a code next to a tie
+    rounding = 0 if exact else 1 if "o8" in scheme else rounding
     torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
