@@ -187,6 +187,21 @@ def test_more_rows_have_no_faster_choice(gluon, name):
             assert us <= 1.1 * more or not choice.product.serves(HOPPER, problem), (problem.rows, n, k, us, more)
 
 
+@pytest.mark.parametrize("name", [name for name in (*FORMS, *UNMEASURED) if "float16" not in name])  # by rules
+def test_sizes_that_fill_no_line_cost_little_more(gluon, name):
+    """They have the same kernels, and at most two launches that copy x and the result, which are counted."""
+    from qcore_cuda.costs import copying
+    from qcore_cuda.selection import estimated
+
+    for n, k, rows in itertools.product((2048, 4096, 14336), (2048, 4096), ROWS):
+        form = replace(FORMS.get(name) or UNMEASURED[name], rows=rows)
+        even = estimated(HOPPER, replace(form, n=n, k=k))[0][0]
+        for less, along in ((8, 0), (4, 0), (1, 0), (0, 8), (3, 7)):
+            us, (product, _) = estimated(HOPPER, replace(form, n=n - less, k=k - along))[0]
+            limit = 1.05 * even + copying((rows * n, rows * k))
+            assert us <= limit, (n - less, k - along, rows, product.name, us, even)
+
+
 def test_tiles_that_cannot_be_split_are_no_choice_of_their_own(gluon):
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER, Tokens
     from qcore_cuda.schedule import SPLITS
