@@ -56,28 +56,30 @@ def _fetch(x, w, rings, M, N, blocks, BM: gl.constexpr, BN: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _step(acc, x, w, sx, sw, following, there, BLOCKS: gl.constexpr, SQUARE: gl.constexpr, LAYOUT: gl.constexpr):
+def _step(acc, x, w, scales, following, there, BLOCKS: gl.constexpr, SQUARE: gl.constexpr, LAYOUT: gl.constexpr):
     """A sum plus the products of 128 columns, of 64 tokens with as many rows of the weight as acc has.
 
-    BLOCKS: sx, sw: their scales; those of the following step are loaded from ``following`` where ``there`` says, and
-    returned with the sum. SQUARE: sw is one number.
+    BLOCKS: scales: theirs, of tokens and of rows of the weight; those of the following step are loaded from
+    ``following`` where ``there`` says, and returned with the sum. SQUARE: of rows there is one.
     """
     part = gl.zeros(acc.shape, gl.float32, LAYOUT)
     part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
     if BLOCKS:
-        # Memory takes longer than the tensor cores: what is loaded here is used a step later.
-        after = gl.load(following, mask=there, other=0.0)
-        by = sx * sw if SQUARE else sx
+        # Memory takes longer than the tensor cores: what is loaded here is used a step later. Loads come behind the
+        # product, all of whose instructions would wait for what is loaded before it.
+        next_x = gl.load(following[0], mask=there[0], other=0.0)
+        next_w = gl.load(following[1], mask=there[1], other=0.0)
+        by = scales[0] * scales[1] if SQUARE else scales[0]
         part = warpgroup_mma_wait(0, deps=[part])
         if SQUARE:
             acc += part * by[:, None]
         else:
-            acc += part * by[:, None] * sw[None, :]
-        sw = after
+            acc += part * by[:, None] * scales[1][None, :]
+        scales = (next_x, next_w)
     else:
         part = warpgroup_mma_wait(0, deps=[part])
         acc += part
-    return acc, sw
+    return acc, scales
 
 
 @gluon.jit
@@ -104,29 +106,23 @@ def _multiply(rings, x_scale, scale, bias, y, y_tiles, buffers, M, N, blocks, HA
         rn = n0 + gl.arange(0, W, gl.SliceLayout(0, LAYOUT))
         acc0 = gl.zeros((64, W), gl.float32, LAYOUT)
         acc1 = acc0
-        sx = rm.to(gl.float32)
         # Of each block the columns' scales, behind N are zeros; SQUARE: one scale for 128 of them.
         line = (N + 127) // 128 if SQUARE else pitch_of(N)
         column = n0 // 128 if SQUARE else rn
-        sw = sx
+        scales = (rm, rm)
         if BLOCKS:
-            sx = gl.load(x_scale + rm, mask=rm < M, other=0.0)
-            sw = gl.load(scale + column, mask=column < line, other=0.0)
+            scales = (gl.load(x_scale + rm, mask=rm < M, other=0.0),
+                      gl.load(scale + column, mask=column < line, other=0.0))  # fmt: skip
         for i in range(blocks):
-            sx_after = sx
-            if BLOCKS:
-                sx_after = gl.load(x_scale + (i + 1) * M + rm, mask=(rm < M) & (i + 1 < blocks), other=0.0)
-            after = scale + (i + 1) * line
-            more = i + 1 < blocks
+            following = (x_scale + (i + 1) * M + rm, scale + (i + 1) * line + column)
+            there = ((rm < M) & (i + 1 < blocks), (column < line) & (i + 1 < blocks))
             mbarrier.wait(full.index(slot), phase)
             x = xs.index(slot).slice(HALF * 64, 64)
-            next_sw = after + column
-            there = more & (column < line)
-            acc0, sw = _step(acc0, x, ws.index(slot).slice(0, W), sx, sw, next_sw, there, BLOCKS, SQUARE, LAYOUT)
+            w = ws.index(slot)
+            acc0, scales = _step(acc0, x, w.slice(0, W), scales, following, there, BLOCKS, SQUARE, LAYOUT)
             if PARTS == 2:
                 gl.static_assert(not BLOCKS, "sums of more than 128 rows leave no registers for scales")
-                acc1, sw = _step(acc1, x, ws.index(slot).slice(W, W), sx, sw, next_sw, there, BLOCKS, SQUARE, LAYOUT)
-            sx = sx_after
+                acc1, scales = _step(acc1, x, w.slice(W, W), scales, following, there, BLOCKS, SQUARE, LAYOUT)
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = advance(slot, phase, STAGES)
         # The epilogue by pieces of 64 rows of the weight: scaled, plus bias, rounded once.
