@@ -90,7 +90,7 @@ class FP8Linear(_Linear):
         activation = request.activation
         group = activation.group or 0 if isinstance(activation, DynamicFP8) else 0
         numbers = (0 if group >= request.k else group, given_numbers(activation)[0])
-        half = not numbers[0] and request.out_dtype.itemsize == 2 and has_half(request.weight)
+        half = request.out_dtype.itemsize == 2 and has_half(request.weight)
         blocks = numbers[0] in {0, SQUARE} and has_blocks(request.weight)
         super().__init__(request, "afp8", numbers, half=half, blocks=blocks)
         self._arguments: tuple[Any, ...] = (*self.sizes, self.element, *numbers, request.out_dtype)

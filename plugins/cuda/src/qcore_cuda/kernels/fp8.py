@@ -1,7 +1,7 @@
 """Activations to e4m3 with a scale per token, per group of columns or for all, and the end of a product of their codes.
 
-Grids: ``quantize_rows``: one program per row, which is read twice; ``quantize_groups``: (rows, groups / R); ``finish``:
-tiles of the result. Floor: the bytes of x and of the codes at memory bandwidth.
+Grids: ``quantize_rows`` and ``quantize_numbers``: one program per row, which is read twice; ``quantize_groups``: (rows,
+groups / R); ``finish``: tiles of the result. Floor: the bytes of x and of the codes at memory bandwidth.
 
 Arithmetic as in ``qcore.weights.activations``: float32, half to even, saturating at 448. A row or group that holds NaN
 or infinity gets such a scale, and with it results of NaN. HARDWARE: the device converts to e4m3, sm_89 and later do.
@@ -129,6 +129,48 @@ def quantize_groups(x, q, scale, M, K, KQ, G, group, row_stride, column_stride, 
         c = c * s[:, None]
     tl.store(q + row.to(tl.int64) * KQ + at, c.to(q.dtype.element_ty), mask=(inside < group)[None, :] & (at < KQ))
     tl.store(scale + g.to(tl.int64) * M + row, s, mask=g < G)
+
+
+@triton.jit
+def _groups(x, first, K, G, group, column_stride, R: tl.constexpr, BLOCK: tl.constexpr):
+    """R groups of a row, float32 (R, BLOCK), 0 where there are none, and their columns."""
+    inside = tl.arange(0, BLOCK)
+    g = first + tl.arange(0, R)
+    at = g[:, None] * group + inside[None, :]
+    there = (inside < group)[None, :] & (at < K) & (g < G)[:, None]
+    return tl.load(x + at.to(tl.int64) * column_stride, mask=there, other=0.0).to(tl.float32), at
+
+
+@triton.jit(do_not_specialize=["K", "KQ", "G"])
+def quantize_numbers(x, q, unit, K, KQ, G, group, row_stride, column_stride, R: tl.constexpr, BLOCK: tl.constexpr,
+                     HARDWARE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Quantized groups times their scales: float16 ``(M, KQ)`` in units of the row, a power of two, float32 ``(M,)``.
+
+    The largest magnitude of a row is one of [2**14, 2**15) units, so numbers down to 2**-28 of it keep 11 bits. G:
+    groups of KQ columns, R at a time.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    x += row * row_stride
+    q += row * KQ
+    # 1. The row's unit, by the exponent of its largest magnitude; both powers of two are normal numbers.
+    most = tl.zeros((R,), tl.int32)
+    for first in range(0, G, R):
+        v, _ = _groups(x, first, K, G, group, column_stride, R, BLOCK)
+        most = tl.maximum(most, tl.max(_bits(v), 1))
+    power = tl.minimum(tl.maximum(268 - (tl.max(most, 0) >> 23), 1), 253)
+    tl.store(unit + row, ((254 - power) << 23).to(tl.float32, bitcast=True))
+    by = (power << 23).to(tl.float32, bitcast=True)
+    # 2. Groups by their own scales.
+    inside = (tl.arange(0, BLOCK) < group)[None, :]
+    for first in range(0, G, R):
+        v, at = _groups(x, first, K, G, group, column_stride, R, BLOCK)
+        s = _scale(tl.max(_bits(v), 1))
+        inverse = tl.div_rn(tl.full((R,), 1.0, tl.float32), s)
+        number = _code(v * inverse[:, None], q, HARDWARE) * (s * by)[:, None]
+        tl.store(q + at, number.to(tl.float16), mask=inside & (at < KQ))
 
 
 @triton.jit(do_not_specialize=["M"])
