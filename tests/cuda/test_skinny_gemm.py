@@ -87,6 +87,17 @@ def test_float_activations_are_right(scheme, index, ampere):
     assert_right(case, float_product(case, ampere, SHAPES[index]))
 
 
+@pytest.mark.parametrize("k", [77, 129])
+@pytest.mark.parametrize(("scheme", "m"), [("w4a16-g32", 1), ("w8a16", 3), ("w8a16-g64-asym", 1), ("w4a16-asym", 11)])
+def test_x_is_read_where_it_lies_up_to_its_last_column(scheme, m, k, ampere):
+    case = problem(scheme, m, 48, k, torch.bfloat16)
+    lines = torch.full((m, k + 24 - k % 8), float("nan"), dtype=torch.bfloat16)  # rows begin on 16 bytes
+    lines[:, :k] = case.x
+    case = replace(case, x=lines[:, :k])
+    assert case.x.data_ptr() % 16 == 0
+    assert_right(case, float_product(case, ampere, SHAPES[2]))
+
+
 @pytest.mark.parametrize("m", [1, 3, 11])
 @pytest.mark.parametrize(
     "scheme",

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 A16 = [scheme for scheme in TABLE_SCHEMES if "a16" in scheme] + ["wnf4a16-g64-fzp", "wfp4a16", "wfp8a16-g64-fzp"]
 AFP8 = ["wfp8afp8", "wfp8afp8-g128", "wfp8afp8-static", "w4afp8-g32-asym", "wnf4afp8-g64", "wfp8afp8-g32"]
+HALF = ["w8afp8-g128", "w8afp8-g64-asym-token", "w8afp8-g32-token", "w4afp8-g64-token", "w8a16-g64-asym"]
 SIZES = ((1, 20, 77), (17, 33, 168), (2, 129, 5), (40, 16, 64), (3, 16, 40))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,6 +35,20 @@ def test_the_kernel_of_a_scheme_is_right(interpreter, scheme, m, n, k):
     )
     mine = kernel(case.request)
     assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 31), (2, 33, 129), (16, 40, 256), (40, 20, 200)])
+@pytest.mark.parametrize("scheme", HALF)
+def test_a_power_of_two_of_scales_comes_back(interpreter, scheme, m, n, k):
+    """Every product that may take such a weight knows its factor."""
+    from qcore_cuda.linear import kernel
+
+    for dtype in DTYPES[:2]:
+        case = linear_problem(scheme, m, n, k, dtype, "same")
+        mine = kernel(case.request)
+        packed = mine.pack(case.weight)
+        assert ("factor" in packed) == (scheme != "w8a16-g64-asym" or dtype == torch.float16)
+        assert_right(case, mine.run(case.x, packed, case.bias))
 
 
 @pytest.mark.parametrize(("scheme", "name"), sampled([(s, k) for s in A16 for k in ("gemm", "scaled", "dense")], 12))

@@ -253,7 +253,6 @@ def replace_scale(weight):
 def test_float16_takes_hoppers_kernel_if_its_scales_allow_it(monkeypatch):
     from qcore_cuda.problem import Form, float_problem
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER
-    from qcore_cuda.products.slices import SLICES
     from qcore_cuda.runtime import hopper
     from qcore_cuda.runtime.device import Device
 
@@ -262,7 +261,6 @@ def test_float16_takes_hoppers_kernel_if_its_scales_allow_it(monkeypatch):
     for factor in (False, True):
         form = Form((4096, 4096), 32, None, 4096, 4096, 8, 128, factor=factor)
         assert GEMM_HOPPER.serves(device, float_problem(form, 512, half, half)) == factor
-        assert SLICES.serves(device, float_problem(form, 16, half, half)) != factor
         assert not GEMM_HOPPER.serves(device, float_problem(form, 512, half, torch.float32))
 
 

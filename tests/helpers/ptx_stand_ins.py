@@ -57,7 +57,7 @@ class Ring:
         for t, a, s in zip(to[wanted != 0], address[wanted != 0], size[wanted != 0], strict=True):
             assert self.START <= t <= len(self.memory) - width
             assert int(a) % width == 0
-            assert s in {0, width}
+            assert 0 <= s <= width
             self.groups[-1].append((int(t), int(a), int(s), width))
         return to
 

@@ -26,7 +26,7 @@ from qcore_triton.weights import INTEGER, Weight
 from . import weight_only
 from .kernels import fp8
 from .problem import Form, GemmProblem, float_problem, form_of
-from .products.aligned import columns_of, finished, result
+from .products.aligned import finished, result
 from .products.base import Choice
 from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
 from .products.gemv import GEMV, Gemv
@@ -75,7 +75,7 @@ def product(
     if way == TOKENS:
         return _by_tokens(x, weight, bias, out_dtype, group, static, device)
     if way == SUMS:
-        codes, scale = _by_row(x, x.shape[1], torch.bfloat16, static, device)
+        codes, scale = _by_row(x, weight.columns, torch.bfloat16, static, device)
         return _finish(weight_only.linear(codes, weight, None, torch.float32), scale, bias, out_dtype, device)
     if weight.bits == 4:
         codes = host.dense(launch, empty, weight, torch.float8_e4m3fn, scaled=False, num_warps=4)
@@ -186,7 +186,7 @@ def _by_tokens(
     if group:
         codes, scale = _numbers(x, columns, group, device)
         return cast("GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
-    codes, scale = _by_row(x, columns_of(weight, problem), torch.float16, static, device)
+    codes, scale = _by_row(x, weight.columns, torch.float16, static, device)
     return cast("Gemv | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
 
 

@@ -93,6 +93,11 @@ class Weight(NamedTuple):
         return int(self.data.shape[3]) * 2 if self.bits == 4 else 0
 
     @property
+    def columns(self) -> int:
+        """The columns of x that it has codes for, padding behind k included."""
+        return int(self.data.shape[1]) * (self.block if self.bits == 4 else 1)
+
+    @property
     def block(self) -> int:
         """Columns of a block, which lies in one group."""
         if self.bits == 4:

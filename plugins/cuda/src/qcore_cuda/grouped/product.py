@@ -11,7 +11,7 @@ from torch import Tensor
 from qcore_triton.codes import Mode
 
 from ..problem import Form, form_of
-from ..products.aligned import aligned, columns_of
+from ..products.aligned import aligned
 from ..products.float32_split import split
 from ..products.gemm import Tile, arranged, reads_rows
 from ..runtime.device import Device, device_of
@@ -51,11 +51,11 @@ def run(
     gemm, first, scale = problem.gemm, experts.first, None
     rows = reads_rows(gemm) and isinstance(config, Tile)
     if mode is not None:
-        x, scale = centred(x, mode, columns_of(first, gemm), 128 if rows else 0, device)
+        x, scale = centred(x, mode, first.columns, 128 if rows else 0, device)
     elif not gemm.narrow:
-        x = split(x, columns_of(first, gemm), device, arranged=rows)
+        x = split(x, first.columns, device, arranged=rows)
     else:
-        x = aligned(x, first, device, gemm)
+        x = aligned(x, first, device)
         x = arranged(x, device) if rows else x
     if isinstance(config, Tile):
         return tiles.multiply(x, scale, experts, bias, offsets, device, problem, config)

@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import pitch_of
+from qcore_triton.kernels.elements import factor_of, pitch_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "K", "pitch", "GROUP", "eighths"])
-def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
-           BK: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, BN: tl.constexpr,
-           BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+def slices(x, w, scale, zero, factor, bias, y, M, N, NP, K, pitch, GROUP, eighths,
+           BK: tl.constexpr, ZERO: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
+           BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``: rows16 weights, rows ``32 * pitch`` bytes apart.
 
     x: rows ``8 * eighths`` values apart, zero from K on; BK divides the row and ``GROUP``, the group size. ZERO:
-    0 none, 1 integer, 2 float. WIDE: see `gemm`.
+    0 none, 1 integer, 2 float. FACTOR: see `Weight.factor`. WIDE: see `gemm`.
     """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     if PDL:
@@ -84,6 +84,7 @@ def slices(x, w, scale, zero, bias, y, M, N, NP, K, pitch, GROUP, eighths,
             out = (out - z * sums) * sc
         else:
             out = out * sc + z * sums
+    out *= factor_of(factor, FACTOR)
     if BIAS:
         out += tl.load(bias + columns).to(tl.float32)[:, None]
     valid = (n < N)[:, None] & (m < M)[None, :]

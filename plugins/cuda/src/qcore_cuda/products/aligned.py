@@ -20,7 +20,7 @@ _COLUMNS = 2048
 
 
 def copies_of_x(problem: GemmProblem, multiple: int) -> tuple[int, ...]:
-    """`Product.copies` if K has to be a multiple of that many columns."""
+    """`Product.copies` if rows have to follow each other at a multiple of that many columns."""
     return (problem.rows * problem.k,) if problem.k % multiple else ()
 
 
@@ -29,26 +29,21 @@ def copies_of_result(problem: GemmProblem) -> tuple[int, ...]:
     return (problem.rows * problem.n,) if problem.n * problem.out_dtype.itemsize % _BYTES else ()
 
 
-def aligned(x: Tensor, weight: Weight, device: Device, problem: GemmProblem) -> Tensor:
+def aligned(x: Tensor, weight: Weight, device: Device) -> Tensor:
     """X ``(M, K)`` with the columns of the packed weight: x itself if it is so, else a copy filled up with zeros."""
-    columns = columns_of(weight, problem)
+    columns = weight.columns
     return x if x.shape[1] == columns and _fits_lines(x) else copied(x, columns, device)
 
 
-def on_lines(x: Tensor, weight: Weight, device: Device, problem: GemmProblem) -> Tensor:
-    """X as `aligned`, for a kernel that knows where its columns end."""
-    return x if _fits_lines(x) else copied(x, columns_of(weight, problem), device)
+def on_lines(x: Tensor, weight: Weight, device: Device, *, described: bool = True) -> Tensor:
+    """X as `aligned`, for a kernel that knows where its columns end; ``described``: by a descriptor."""
+    return x if _fits_lines(x, described=described) else copied(x, weight.columns, device)
 
 
-def columns_of(weight: Weight, problem: GemmProblem) -> int:
-    """The columns of x that the packed weight has codes for, zeros behind K included."""
-    return weight.data.shape[1] * (problem.block if problem.bits == 4 else 1)
-
-
-def _fits_lines(x: Tensor) -> bool:
-    """Whether columns are contiguous and all rows begin on 16 bytes."""
+def _fits_lines(x: Tensor, *, described: bool = True) -> bool:
+    """Whether columns are contiguous and all rows begin on 16 bytes; a descriptor has a pitch even of one row."""
     m, k = x.shape
-    pitch = x.stride(0) if m > 1 else k
+    pitch = x.stride(0) if m > 1 else k if described else 0
     return x.stride(1) == 1 and pitch * x.element_size() % _BYTES == 0 and x.data_ptr() % _BYTES == 0
 
 

@@ -21,7 +21,6 @@ from ..problem import TERMS, GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
-from .aligned import columns_of
 from .base import Choice, FloatProduct
 from .gemm import Tile, adapted, multiply, reads_rows
 from .skinny_gemm import ROWS
@@ -79,7 +78,7 @@ class SplitRows(FloatProduct[Any]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Any
     ) -> Tensor:
-        terms = split(x, columns_of(weight, problem), device)
+        terms = split(x, weight.columns, device)
         return add(
             self._inner.launch(terms, weight, None, device, _of_terms(problem), config), bias, problem.out_dtype, device
         )
@@ -130,7 +129,7 @@ class SplitTiles(FloatProduct[Tile]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
     ) -> Tensor:
-        terms = split(x, columns_of(weight, problem), device, arranged=reads_rows(problem))
+        terms = split(x, weight.columns, device, arranged=reads_rows(problem))
         return multiply(terms, x.shape[0], weight, bias, device, problem, config)
 
 

@@ -98,7 +98,7 @@ class Gemm(FloatProduct[Tile]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
     ) -> Tensor:
-        x = aligned(x, weight, device, problem)
+        x = aligned(x, weight, device)
         if reads_rows(problem):
             x = arranged(x, device)
         return multiply(x, x.shape[0], weight, bias, device, problem, config)

@@ -105,7 +105,7 @@ class GemmHopper(FloatProduct[Tokens]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
     ) -> Tensor:
-        return self.multiply(on_lines(x, weight, device, problem), weight, bias, device, problem, config)
+        return self.multiply(on_lines(x, weight, device), weight, bias, device, problem, config)
 
     def multiply(
         self,

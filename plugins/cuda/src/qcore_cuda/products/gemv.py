@@ -61,12 +61,12 @@ class Gemv(FloatProduct[WarpShape]):
         return skinny_gemm.work(problem, config)
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return copies_of_x(problem, 8)
+        return copies_of_x(problem, 8) if problem.rows > 1 else ()
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
-        return self.multiply(on_lines(x, weight, device, problem), weight, bias, device, problem, config)
+        return self.multiply(on_lines(x, weight, device, described=False), weight, bias, device, problem, config)
 
     def multiply(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape,

@@ -15,7 +15,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty
-from .aligned import aligned, columns_of, copies_of_x
+from .aligned import aligned, copies_of_x
 from .base import FloatProduct
 
 
@@ -36,7 +36,7 @@ class Slices(FloatProduct[Slice]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return problem.bits == 8 and problem.narrow and problem.element == INTEGER and not problem.half
+        return problem.bits == 8 and problem.narrow and problem.element == INTEGER
 
     def rule(self, device: Device, problem: GemmProblem) -> Slice | None:
         if problem.rows > 16:
@@ -60,14 +60,15 @@ class Slices(FloatProduct[Slice]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Slice
     ) -> Tensor:
-        x, (data, scale, zero, *_) = aligned(x, weight, device, problem), weight
+        x, (data, scale, zero, *_) = aligned(x, weight, device), weight
         m, n = x.shape[0], problem.n
         y = empty((m, n), problem.out_dtype, x.device)
         launch(
             slices, (-(-n // config.bn), -(-m // config.bm)),
-            x, data, scale, scale if zero is None else zero, scale if bias is None else bias, y,
-            m, n, data.shape[0], problem.k, columns_of(weight, problem) // 32, weight.group, x.stride(0) // 8,
-            BK=problem.block, ZERO=problem.zero, BIAS=bias is not None,
+            x, data, scale, scale if zero is None else zero, scale if weight.factor is None else weight.factor,
+            scale if bias is None else bias, y,
+            m, n, data.shape[0], problem.k, weight.columns // 32, weight.group, x.stride(0) // 8,
+            BK=problem.block, ZERO=problem.zero, FACTOR=weight.factor is not None, BIAS=bias is not None,
             ONE_GROUP=problem.one_group, BN=config.bn, BM=config.bm, NW=config.warps, STAGES=config.stages,
             WIDE=device.interpreted, num_stages=config.stages, **options(device, config.warps),
         )  # fmt: skip
