@@ -67,7 +67,7 @@ def product(x: Tensor, weight: Weight, sums: Tensor | None, bias: Tensor | None,
 def linear(codes: Codes, weight: Weight, sums: Tensor | None, bias: Tensor | None, how: How) -> Tensor:
     """``(M, N)``: codes times a packed weight, scaled, plus bias, rounded once.
 
-    ``sums``: int32 ``(G, N)``, needed if the codes have a zero point.
+    ``sums``: int32 ``(G, pitch_of(N))``, needed if the codes have a zero point.
     """
     m, n = codes.q.shape[0], weight.n
     y = empty((m, n), how.dtype, codes.q.device)

@@ -6,7 +6,7 @@ parts of several programs.
 
 Grid: one-dimensional, one program per tile, or as `schedule.spread` says. Tiles: BN rows of the weight by BM tokens, K
 in steps of U blocks of P columns. Inputs: x ``(M, K)`` 16-bit floats, zero up to whole steps; w planar16 or rows16;
-scales and zero points ``(G, N)``; y ``(M, N)``. Floor: few tokens read the packed weight once; many take
+scales and zero points ``(G, pitch_of(N))``; y ``(M, N)``. Floor: few tokens read the packed weight once; many take
 ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
 """
 

@@ -8,8 +8,8 @@ other group.
 Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.tail_spread`), and
 the operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 32, 64, 128 or 256
 tokens, K in blocks of 128 columns, x in stages of 64. Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w
-planar16 (int4) or rows16 (int8); scales and zero points ``(G, N)``; y ``(M, N)`` contiguous, of x's dtype. Floor:
-``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
+planar16 (int4) or rows16 (int8); scales and zero points ``(G, pitch_of(N))``; y ``(M, N)`` contiguous, of x's dtype.
+Floor: ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Each warp takes blocks of K in turn and copies the operands, several stages ahea
 the tokens its columns. The warps of a program share its rows and add up their sums at the end.
 
 Grid: one program per 16 * R rows of W; each of its NW warps takes every NW-th run of U blocks of P columns. Inputs: x
-``(M, K)`` 16-bit floats, w planar16 or rows16, scales and zero points ``(G, N)``; y ``(M, N)``. Floor: the bytes of the
-packed weight, ``N * K * BITS / 8`` and its scales, at the bandwidth of the memory.
+``(M, K)`` 16-bit floats, w planar16 or rows16, scales and zero points ``(G, pitch_of(N))``; y ``(M, N)``. Floor: the
+bytes of the packed weight, ``N * K * BITS / 8`` and its scales, at the bandwidth of the memory.
 
 A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
 offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value

@@ -170,7 +170,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     Else M is 1, x a row of K (a multiple of 8) 16-bit floats on 16 bytes, and MODE as in `quantize`, ``x_scale`` and
     ``x_zero`` being given parameters of the token; WIDE: bytes of shared memory for its codes. w, NP, KB, PER, pitch,
     ALIGNED: see `gemv`. GROUPED: groups are scaled one by one; else one group is all of K. XZERO: x has zero points,
-    and ``sums`` ``(G, N)`` the weight's sums of codes.
+    and ``sums`` ``(G, pitch_of(N))`` the weight's sums of codes.
     """
     T: tl.constexpr = 32 * NW
     FUSED: tl.constexpr = MODE >= 0

@@ -88,7 +88,7 @@ def slices(
 
     x: codes ``(M, 128 * pitch)``. w: planar16 with blocks of P (BITS 4), or rows16 with rows of ``32 * w_pitch``.
     ``blocks``: blocks of P along K; a group has PER of them (GROUPED), or one group is all of K.
-    WZERO, OUT: see `int8_common`. XZERO: x has zero points, and ``sums`` ``(G, N)`` the weight's code sums.
+    WZERO, OUT: see `int8_common`. XZERO: x has zero points, and ``sums`` ``(G, pitch_of(N))`` the weight's code sums.
     """
     H: tl.constexpr = P // 2
     WHOLE: tl.constexpr = BITS == 8 or P == 32  # one product per block; else one for each nibble

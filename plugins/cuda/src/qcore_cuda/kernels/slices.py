@@ -1,8 +1,8 @@
 """``slices``: weight-only product for few rows and int8 weights; each warp of a program sums a slice of K.
 
 Grid: (N / BN, M / BM). Tiles: BN rows of the weight by BM tokens, NW blocks of BK columns per turn of the loop. Inputs:
-x ``(M, K)`` floats, w rows16, scales and zero points ``(G, N)``; y ``(M, N)``. Floor: the bytes of the weight at the
-bandwidth of the memory. Int8 codes are exact in every float dtype; sums are float32.
+x ``(M, K)`` floats, w rows16, scales and zero points ``(G, pitch_of(N))``; y ``(M, N)``. Floor: the bytes of the
+weight at the bandwidth of the memory. Int8 codes are exact in every float dtype; sums are float32.
 """
 
 from __future__ import annotations

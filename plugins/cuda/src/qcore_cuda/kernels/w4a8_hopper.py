@@ -11,8 +11,8 @@ block of 128 sums to at most 2**21: exact in int32, and when it becomes float32.
 
 Grid: at most one program per multiprocessor; programs loop over tiles of 128 rows of the weight by BM = 32, 64 or 128
 tokens, K in stages of 128 columns. Inputs: x int8 codes with columns in the order of planar16 blocks of 32; w planar16
-in blocks of 128; scales, zero points and code sums ``(G, N)``; y ``(M, N)`` contiguous. Floor: ``2 * M * N * K``
-operations at the int8 peak of the tensor cores.
+in blocks of 128; scales, zero points and code sums ``(G, pitch_of(N))``; y ``(M, N)`` contiguous. Floor:
+``2 * M * N * K`` operations at the int8 peak of the tensor cores.
 """
 
 from __future__ import annotations

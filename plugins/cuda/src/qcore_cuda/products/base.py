@@ -78,8 +78,8 @@ class FloatProduct(Product[C]):
 class Operands(NamedTuple):
     """The weight of an int8 product, and the inputs of its epilogue.
 
-    **Fields:** ``weight``; ``sums``: of its codes, int32 ``(G, N)``, needed if x has a zero point; ``bias``; ``out``:
-    scale and zero point of int8 results, numbers or tensors ``(M,)``.
+    **Fields:** ``weight``; ``sums``: of its codes, int32 ``(G, pitch_of(N))``, needed if x has a zero point; ``bias``;
+    ``out``: scale and zero point of int8 results, numbers or tensors ``(M,)``.
     """
 
     weight: Weight

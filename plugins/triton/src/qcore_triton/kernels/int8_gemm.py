@@ -4,7 +4,7 @@ The version with pointers, for every device. Rows are clamped, not masked; beyon
 
 Grid: one program per tile of BM tokens by BN rows of the weight, in bands of GROUP_M rows of tiles; K in blocks of P.
 Inputs: codes x ``(M, 128 * pitch)`` in the weight's order of columns; w planar16 or rows16; scales, zero points and
-code sums ``(G, N)``; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the matrix units.
+code sums ``(G, pitch_of(N))``; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the matrix units.
 
 Exact: a product of codes (int4 codes times 16) is at most 2**14 in magnitude and is accumulated in int32, over one
 block if GROUPED, otherwise over all of K (`host.blocking` limits it). The factor of 16 is removed by a shift, or in
