@@ -8,8 +8,8 @@ tensor cores work on the next one, or for the other warpgroup.
 
 Grid: at most one program per multiprocessor; programs loop over tiles (`schedule.tail_spread`) of 128 rows of the
 weight by BM = 32, 64 or 128 tokens, K in stages of two groups. Inputs: x codes as bfloat16, columns in their own order;
-w planar16 in blocks of P, its group; scales, INT zero points and code sums ``(G, pitch_of(N))``; y ``(M, N)`` contiguous.
-Floor: ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores; besides, one multiply-add per P columns for
+w planar16 in blocks of P, its group; scales, INT zero points and code sums ``(G, pitch_of(N))``; y ``(M, N)``. Floor:
+``2 * M * N * K`` operations at the 16-bit peak of the tensor cores; besides, one multiply-add per P columns for
 each value of y.
 """
 
