@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of, pitch_of
+from qcore_triton.kernels.elements import factor_of
 from qcore_triton.kernels.order import position_of
 
 from .parts import add_parts, part_at, put, zeros_like
@@ -126,11 +126,10 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
     # The tensor cores truncate sums, which shows in long ones if the result is float32.
     APART: tl.constexpr = SCALES == 0 or TERMS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
-    line = pitch_of(N)
-    scales = first // PER * line + rn
+    scales = first // PER * NP + rn
     if EACH:
-        scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * line + rn[:, None]
-    zeros = (first * U + block if EACH else first // PER) * line + tl.minimum(row, N - 1) if FOLDED else scales
+        scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * NP + rn[:, None]
+    zeros = (first * U + block if EACH else first // PER) * NP + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
@@ -150,7 +149,7 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
                 if ZERO == 2:
                     z = load_raw(zp, ASM)
             left -= 1
-            move = tl.where((left == 0) & (b + 1 < last), U * G * line if EACH else line, 0)
+            move = tl.where((left == 0) & (b + 1 < last), U * G * NP if EACH else NP, 0)
             left = tl.where(left == 0, PER, left)
             sp += move
             zp += move
@@ -224,8 +223,9 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
     """
     if PDL:
         gdc_launch_dependents()
+    NP = NP // 16 * 16  # tells the compiler
     if ALIGNED:
-        N = N // 8 * 8  # tells the compiler
+        N = N // 8 * 8
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(N, BN)

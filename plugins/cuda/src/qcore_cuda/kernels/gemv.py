@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of, pitch_of, scale_value
+from qcore_triton.kernels.elements import factor_of, scale_value
 
 from . import smem_pipeline as pipeline
 from .blocks import copy_stage, group_of, over_warps, pair, places, turn, weights
@@ -305,7 +305,6 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     # 2. Addresses. Lane 4 r + t works on rows r and r + 8 of each row block; ``at`` is the lane's address in block 0.
     each = 1.0 / PER
-    line = pitch_of(N)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
@@ -318,7 +317,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
         copy_stage(
-            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, line, KB,
+            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, NP, KB,
             each, R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
     if PDL:
@@ -344,7 +343,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
     of_all = ()
     if ONE_GROUP and ZERO:
         for i in tl.static_range(R):
-            of_all = of_all + (_loaded(zero, row, 0, line, i),)
+            of_all = of_all + (_loaded(zero, row, 0, NP, i),)
     # The next kernel may be scheduled: early, or (LATE) when this one has read everything.
     if PDL and not LATE:
         gdc_launch_dependents()
@@ -362,7 +361,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
         ahead = first + (STAGES - 1) * (U * NW)
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
-            to, at, lane, ahead, live, tiles, step, scale, zero, rows, line, KB, each,
+            to, at, lane, ahead, live, tiles, step, scale, zero, rows, NP, KB, each,
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, ZERO, G, FILL,
         )  # fmt: skip
         _copy_x(to + W_BYTES, x, lane, ahead, live, M, K, stride, XR, U, P)
@@ -401,7 +400,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
                     elif RINGED:
                         points = pair(here + (W_BYTES + X_BYTES + S_BYTES), lane, u, i, R, POINT)
                     else:
-                        points = _loaded(zero, row, group, line, i)
+                        points = _loaded(zero, row, group, NP, i)
                 if HALVES:
                     # 6c. The low nibbles are one group, the high ones the next.
                     plain0 = _planes(w0, ELEMENT, V, BF16)
@@ -414,7 +413,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
                             d = _scaled(d, part, sums, _values(raw, SCALE), points, NB, 0)
                         else:
                             at_group = group_of(2 * (first + u) + h, 2 * KB, each)
-                            d = _scaled(d, part, sums, _scales(scale, row, at_group, line, i), points, NB, 0)
+                            d = _scaled(d, part, sums, _scales(scale, row, at_group, NP, i), points, NB, 0)
                 elif BITS == 4 and ELEMENT != "int":
                     plain0 = _planes(w0, ELEMENT, V, BF16)
                     plain8 = _planes(w8, ELEMENT, V, BF16)
@@ -433,7 +432,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
                     scales = _values(pair(here + (W_BYTES + X_BYTES), lane, u, i, R, SCALE), SCALE)
                     d = _scaled(before, d, sums, scales, points, NB, AFTER)
                 elif not ONE_GROUP and not HALVES:
-                    d = _scaled(before, d, sums, _scales(scale, row, group, line, i), points, NB, AFTER)
+                    d = _scaled(before, d, sums, _scales(scale, row, group, NP, i), points, NB, AFTER)
                 now = now + d
             acc = now
             if ONE_GROUP:
@@ -443,7 +442,7 @@ def some_rows(x, w, scale, zero, factor, bias, row_scale, y, rows, M, N, K, NP, 
     if ONE_GROUP:
         now = ()
         for i in tl.static_range(R):
-            scales = _scales(scale, row, 0, line, i)
+            scales = _scales(scale, row, 0, NP, i)
             points = of_all[i] if ZERO else (whole, whole)
             now = now + _scaled(empty, _of_block(acc, i, NB), total, scales, points, NB, AFTER)
         acc = now

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of, pitch_of
+from qcore_triton.kernels.elements import factor_of
 
 from .gemm import tile_sum
 from .gemv import some_rows
@@ -100,7 +100,7 @@ def grouped_tiles(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, 
         # 3. The sum over K, as for one weight: behind the last row come this expert's rows again.
         own = expert.to(tl.int64)
         row = begin.to(tl.int64) * (eighths * 8)
-        parameters = own * groups * pitch_of(N)
+        parameters = own * groups * NP
         acc = tile_sum(x + row, w + own * planes * 16 * line, scale + parameters, zero + parameters, n0, m0,
                        expert * 0, KB + expert * 0, count, N, NP, KB, PER, eighths, pitch,
                        T.to(tl.int64) * (eighths * 8), BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS,
@@ -140,7 +140,7 @@ def grouped_gemv(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, N
         first = (begin + m0).to(tl.int64)
         own = expert.to(tl.int64)
         line = KB.to(tl.int64) * (P // 2) if BITS == 4 else pitch.to(tl.int64) * 32
-        parameters = own * groups * pitch_of(N)
+        parameters = own * groups * (planes * 16)
         some_rows(x + first * (eighths * 8), w + own * planes * 16 * line, scale + parameters, zero + parameters,
                   factor + own, bias + own * N, row_scale + first, y + first * N, n0, tl.minimum(count - m0, 8 * NB),
                   N, eighths * 8, planes * 16, KB, PER, eighths * 8, pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO,

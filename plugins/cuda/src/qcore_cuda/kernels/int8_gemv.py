@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import pitch_of
 from qcore_triton.kernels.int8_common import FLOAT_ZERO, INT_ZERO, finish
 from qcore_triton.kernels.order import position_of
 from qcore_triton.kernels.quantize import SYMMETRIC, TENSOR, encode, extent, inverse_of, parameters
@@ -201,7 +200,6 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         for q in tl.static_range((BLANK + 511) // 512):
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     each = 1.0 / PER
-    line = pitch_of(N)
     rows = tl.program_id(0) * (16 * R)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
@@ -213,7 +211,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         to = mine + s * STAGE
         ahead = first + s * (U * NW)
         copy_stage(
-            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, line, KB,
+            to, at + s * (U * NW * NEXT), lane, ahead, s * (U * NW) < KB, tiles, step, scale, zero, rows, NP, KB,
             each, R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
         )  # fmt: skip
         if FUSED:
@@ -266,7 +264,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         ahead = first + (STAGES - 1) * (U * NW)
         live = start + (STAGES - 1) * (U * NW) < KB
         copy_stage(
-            to, at, lane, ahead, live, tiles, step, scale, zero, rows, line, KB, each,
+            to, at, lane, ahead, live, tiles, step, scale, zero, rows, NP, KB, each,
             R, U, BYTES, NEXT, PAIRS, W_BYTES + X_BYTES, RINGED, WZERO,
         )  # fmt: skip
         if FUSED:
@@ -309,19 +307,19 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
                     if RINGED:
                         s0, s8 = pair(at_scale, lane, u, i, R, SCALE)
                     else:
-                        s0, s8 = _pair(scale, row + 16 * i, group, line)
+                        s0, s8 = _pair(scale, row + 16 * i, group, NP)
                     s0 = s0.to(tl.float32)
                     s8 = s8.to(tl.float32)
                     if WZERO:
                         if RINGED:
                             z0, z8 = pair(at_scale + S_BYTES, lane, u, i, R, POINT)
                         else:
-                            z0, z8 = _pair(zero, row + 16 * i, group, line)
+                            z0, z8 = _pair(zero, row + 16 * i, group, NP)
                     if XZERO:
                         # 6d. The correction by x's zero point: once per group, scale times the sum of the group's
                         #     codes; only the warp that has the group's first block adds it.
                         k0, k8 = correction[i]
-                        t0, t8 = _pair(sums, row + 16 * i, group, line)
+                        t0, t8 = _pair(sums, row + 16 * i, group, NP)
                         begins = (first + u < KB) & ((first + u) == group * PER)
                         k0 += tl.where(begins, t0.to(tl.float32) * s0, 0.0)
                         k8 += tl.where(begins, t8.to(tl.float32) * s8, 0.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qcore_triton.kernels.elements import factor_of, pitch_of
+from qcore_triton.kernels.elements import factor_of
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -58,7 +58,7 @@ def slices(x, w, scale, zero, factor, bias, y, M, N, NP, K, pitch, GROUP, eighth
         else:
             d = tl.dot(q, xv)
             group = tl.minimum(start + s, blocks - 1) * BK // GROUP
-            at = group[:, None] * pitch_of(N) + columns[None, :]
+            at = group[:, None] * NP + columns[None, :]
             sc = tl.load(scale + at).to(tl.float32)[:, :, None]
             if ZERO:
                 z = tl.load(zero + at).to(tl.float32)[:, :, None]
