@@ -95,14 +95,14 @@ def _wide(v, EACH: tl.constexpr):
 
 
 @triton.jit
-def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch, plane,
+def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, line, KB, PER, eighths, pitch, plane,
              BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr,
              BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr, SCALES: tl.constexpr,
              EACH: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr, HOPPER: tl.constexpr, WIDE: tl.constexpr,
              PDL: tl.constexpr, ELEMENT: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`.
 
-    plane: values from a matrix of x to the next.
+    plane: values from a matrix of x to the next; line: those of a group's scales.
     """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
@@ -126,10 +126,10 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
     # The tensor cores truncate sums, which shows in long ones if the result is float32.
     APART: tl.constexpr = SCALES == 0 or TERMS > 1
     FOLDED: tl.constexpr = ZERO == 1 and BITS == 4  # subtracted when nibbles are unpacked, in their order
-    scales = first // PER * NP + rn
+    scales = first // PER * line + rn
     if EACH:
-        scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * NP + rn[:, None]
-    zeros = (first * U + block if EACH else first // PER) * NP + tl.minimum(row, N - 1) if FOLDED else scales
+        scales = (first * (U * G) + tl.arange(0, U * G))[None, :] * line + rn[:, None]
+    zeros = (first * U + block if EACH else first // PER) * line + tl.minimum(row, N - 1) if FOLDED else scales
     sp = scale + scales
     zp = zero + zeros
     left = (first // PER + 1) * PER - first
@@ -149,7 +149,7 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths,
                 if ZERO == 2:
                     z = load_raw(zp, ASM)
             left -= 1
-            move = tl.where((left == 0) & (b + 1 < last), U * G * NP if EACH else NP, 0)
+            move = tl.where((left == 0) & (b + 1 < last), U * G * line if EACH else line, 0)
             left = tl.where(left == 0, PER, left)
             sp += move
             zp += move
@@ -213,9 +213,8 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
     group, no float zero points). EACH: each block of a step has scales of its own, or each of G groups in it. ELEMENT,
-    FACTOR: see `Weight`. TERMS: x is the sum of so many
-    matrices that follow each other; their products are added up in order. ALIGNED: N is a multiple of 8. WIDE:
-    products of float32 numbers (Triton's interpreter multiplies no bfloat16).
+    FACTOR: see `Weight`. TERMS: x is the sum of so many matrices that follow each other; their products are added up in
+    order. ALIGNED: 16 or 8, which N is a multiple of, or 0. WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
     A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
     tile that several have steps of, each leaves its sum in ``parts`` (float32) and counts itself in ``counts`` (zero
@@ -223,9 +222,10 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
     """
     if PDL:
         gdc_launch_dependents()
-    NP = NP // 16 * 16  # tells the compiler
     if ALIGNED:
-        N = N // 8 * 8
+        N = N // ALIGNED * ALIGNED  # tells the compiler
+    # Rows of parameters are as long as the packed weight has rows; where that is N, one register less is live.
+    line = N if ALIGNED == 16 else NP
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles_n = tl.cdiv(N, BN)
@@ -253,7 +253,7 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
         inside = tile % (GROUP_M * tiles_n)
         n0 = inside // height * BN
         m0 = (group * GROUP_M + inside % height) * BM
-        acc = tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, KB, PER, eighths, pitch,
+        acc = tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, line, KB, PER, eighths, pitch,
                        M.to(tl.int64) * (eighths * 8), BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS,
                        ASM, HOPPER, WIDE, PDL, ELEMENT, G)  # fmt: skip
         complete = last - first == KB

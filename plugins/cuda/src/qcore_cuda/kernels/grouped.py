@@ -102,7 +102,7 @@ def grouped_tiles(x, w, scale, zero, factor, bias, row_scale, offsets, y, E, T, 
         row = begin.to(tl.int64) * (eighths * 8)
         parameters = own * groups * NP
         acc = tile_sum(x + row, w + own * planes * 16 * line, scale + parameters, zero + parameters, n0, m0,
-                       expert * 0, KB + expert * 0, count, N, NP, KB, PER, eighths, pitch,
+                       expert * 0, KB + expert * 0, count, N, NP, NP, KB, PER, eighths, pitch,
                        T.to(tl.int64) * (eighths * 8), BITS, P, U, ZERO, BN, BM, NW, STAGES, FRAG, SCALES, EACH, TERMS,
                        ASM, HOPPER, WIDE, False, ELEMENT, G)  # fmt: skip
         # 4. Scale, add the bias, round once and store.
