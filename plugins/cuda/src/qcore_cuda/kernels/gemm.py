@@ -214,7 +214,8 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
     group, no float zero points). EACH: each block of a step has scales of its own, or each of G groups in it. ELEMENT,
     FACTOR: see `Weight`. TERMS: x is the sum of so many matrices that follow each other; their products are added up in
-    order. ALIGNED: 16 or 8, which N is a multiple of, or 0. WIDE: products of float32 numbers (Triton's interpreter multiplies no bfloat16).
+    order. ALIGNED: 16 or 8, which N is a multiple of, or 0. WIDE: products of float32 numbers (Triton's interpreter
+    multiplies no bfloat16).
 
     A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
     tile that several have steps of, each leaves its sum in ``parts`` (float32) and counts itself in ``counts`` (zero
