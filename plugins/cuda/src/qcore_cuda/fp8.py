@@ -47,7 +47,7 @@ NARROW = 2
 """Bytes of a result that the kernel for Hopper stores."""
 _EXPANDED = {NUMBERS: 128, SUMS: 256, TOKENS: 1024}
 """The most rows for which int4 codes are not written as e4m3, which holds them exactly, by the way that they take."""
-FEW = 8
+_FEW = 8
 """The most rows for which other ways are faster than `kernels.fp8_hopper` with a scale per row; otherwise `ROWS`."""
 _TOKENS = 128
 """Tokens of a tile of `kernels.fp8_hopper`."""
@@ -145,7 +145,7 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     own = TOKENS if scaled_there else NUMBERS if group else SUMS
     by_row, by_block = group == 0 and form.groups == 1, group in {0, BLOCK} and form.group == BLOCK
     int4 = form.element == INTEGER and form.bits == 4 and form.k % BLOCK == 0 and m > _EXPANDED[own]
-    fp8 = form.element == "e4m3" and m > (FEW if by_row and on_hopper else ROWS)
+    fp8 = form.element == "e4m3" and m > (_FEW if by_row and on_hopper else ROWS)
     fits = form.zero is None and not form.factor and form.scale.is_floating_point and (by_row or by_block)
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
@@ -209,15 +209,21 @@ def _by_row(
 
 def _codes(m: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialized codes ``(m, columns)``; memory of bytes has room for whole tiles of rows, see `rows_in_memory`."""
-    rows = -(-m // CODE_ROWS) * CODE_ROWS if dtype.itemsize == 1 and m > FEW else m
+    rows = -(-m // CODE_ROWS) * CODE_ROWS if dtype.itemsize == 1 and m > _FEW else m
     return empty((rows, columns), dtype, device)[:m]
+
+
+def _groups_of_program(groups: int, group: int) -> tuple[int, int]:
+    """Columns of a group, and how many groups a program quantizes at a time: powers of two."""
+    block = power_of_two(group)
+    return block, min(power_of_two(groups), max(1, _COLUMNS // block))
 
 
 def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
     """Codes ``(M, columns)``, or numbers times their scales if ``dtype`` is float32, and scales ``(G, M)``."""
     m, k = x.shape
-    groups, block = -(-k // group), power_of_two(group)
-    together = min(power_of_two(groups), max(1, _COLUMNS // block))
+    groups = -(-k // group)
+    block, together = _groups_of_program(groups, group)
     codes, scale = _codes(m, columns, dtype, x.device), empty((groups, m), torch.float32, x.device)
     launch(
         fp8.quantize_groups, (m, -(-groups // together)), x, codes, scale, m, k, columns, groups, group, *x.stride(),
@@ -227,10 +233,10 @@ def _by_group(x: Tensor, columns: int, group: int, dtype: torch.dtype, device: D
 
 
 def _numbers(x: Tensor, columns: int, group: int, device: Device) -> tuple[Tensor, Tensor]:
-    """Quantized numbers float16 ``(M, columns)``, and what a row's are multiples of, float32 ``(M,)``."""
+    """Quantized numbers float16 ``(M, columns)`` in units of their rows, and these units, float32 ``(M,)``."""
     m, k = x.shape
-    groups, block = -(-columns // group), power_of_two(group)
-    together = min(power_of_two(groups), max(1, _COLUMNS // block))
+    groups = -(-columns // group)
+    block, together = _groups_of_program(groups, group)
     numbers, unit = empty((m, columns), torch.float16, x.device), empty((m,), torch.float32, x.device)
     launch(
         fp8.quantize_numbers, (m,), x, numbers, unit, k, columns, groups, group, *x.stride(),

@@ -14,7 +14,7 @@ from qcore_triton.host import blocking
 from qcore_triton.weights import NO_ZERO, Weight, pitch_of
 
 from .problem import Form, GemmProblem, form_of, int8_problem
-from .products.aligned import copied, finished
+from .products.aligned import finished, padded
 from .products.base import Choice, Int8Product, Operands
 from .products.quantized import codes_of
 from .runtime import replay
@@ -72,10 +72,8 @@ def _multiply(codes: Codes, operands: Operands, plan: Int8Plan) -> Tensor:
     if not kernel.pads(problem):
         return kernel.launch(codes, operands, device, problem, config)
     wide = pitch_of(n)
-    if bias is not None:
-        bias = copied(bias.view(1, n), wide, device).view(wide)
-    padded = operands._replace(weight=weight._replace(n=wide), bias=bias)
-    return finished(kernel.launch(codes, padded, device, replace(problem, n=wide), config), n, device)
+    operands = operands._replace(weight=weight._replace(n=wide), bias=padded(bias, wide, device))
+    return finished(kernel.launch(codes, operands, device, replace(problem, n=wide), config), n, device)
 
 
 def plan_of(

@@ -195,7 +195,7 @@ def dense(
 ) -> Tensor:  # fmt: skip
     """The dequantized weight ``(N, K)``, or its elements without scales: computed in float32, rounded once.
 
-    ``multiple``: N and K are rounded up to it, at most 8; what lies behind them are any numbers.
+    ``multiple``: N and K are rounded up to it, at most 8; values beyond them are unspecified.
     """
     n, k = (-(-size // multiple) * multiple for size in (weight.n, weight.k))
     out = empty((n, k), dtype, weight.data.device)

@@ -105,8 +105,8 @@ def packing_name(
 ) -> str:
     """The value of `qcore.Kernel.packing` for a weight packed here."""
     name = "triton.planar16" if format.element.container_bits == _NIBBLE else "triton.rows16"
-    parts = {"table": not format.element.is_integer, "sums": sums, "units": units, "half": half}
-    parts["blocks"] = blocks
+    table = not format.element.is_integer
+    parts = {"table": table, "sums": sums, "units": units, "half": half, "blocks": blocks}
     return "+".join([name, *(part for part, there in parts.items() if there)])
 
 

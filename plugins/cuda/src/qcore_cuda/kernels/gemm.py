@@ -102,7 +102,7 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, line, KB, PER, ei
              PDL: tl.constexpr, ELEMENT: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """The steps ``first`` to ``last`` of the tile at row n0 of W and row m0 of x; see `gemm`.
 
-    plane: values from a matrix of x to the next; line: those of a group's scales.
+    plane: values from a matrix of x to the next; line: scales of a group in memory.
     """
     DT: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     BYTES: tl.constexpr = P // 2 if BITS == 4 else P
@@ -225,7 +225,7 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
         gdc_launch_dependents()
     if ALIGNED:
         N = N // ALIGNED * ALIGNED  # tells the compiler
-    # Rows of parameters are as long as the packed weight has rows; where that is N, one register less is live.
+    # A group has as many parameters as the packed weight has rows; if that is N, one register less is live.
     line = N if ALIGNED == 16 else NP
     program = tl.program_id(0)
     programs = tl.num_programs(0)

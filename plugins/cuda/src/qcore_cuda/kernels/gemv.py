@@ -172,7 +172,7 @@ def _sums(x, zero, c, NB: tl.constexpr, P: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def _loaded(pointer, row, group, line, i: tl.constexpr):
-    """Zero points, in float32, int8 as int32, of rows r and r + 8 of row block i, from memory in lines of a group."""
+    """Zero points, in float32, int8 as int32, of rows r and r + 8 of row block i; ``line``: parameters of a group."""
     DTYPE: tl.constexpr = tl.int32 if pointer.dtype.element_ty == tl.int8 else tl.float32
     at0 = group * line + tl.minimum(row + 16 * i, line - 1)
     at8 = group * line + tl.minimum(row + 16 * i + 8, line - 1)
@@ -181,7 +181,7 @@ def _loaded(pointer, row, group, line, i: tl.constexpr):
 
 @triton.jit
 def _scales(pointer, row, group, line, i: tl.constexpr):
-    """Scales in float32 of rows r and r + 8 of row block i, from memory in lines of a group."""
+    """Scales in float32 of rows r and r + 8 of row block i; ``line``: parameters of a group."""
     at0 = group * line + tl.minimum(row + 16 * i, line - 1)
     at8 = group * line + tl.minimum(row + 16 * i + 8, line - 1)
     S: tl.constexpr = pointer.dtype.element_ty

@@ -144,7 +144,7 @@ def _sums(x, zero, c, NB: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _pair(values, row, group, line):
-    """The values of rows r and r + 8, in lines of a group."""
+    """The values of rows r and r + 8; ``line``: values of a group."""
     at = group.to(tl.int64) * line
     return tl.load(values + at + tl.minimum(row, line - 1)), tl.load(values + at + tl.minimum(row + 8, line - 1))
 

@@ -36,7 +36,7 @@ def aligned(x: Tensor, weight: Weight, device: Device) -> Tensor:
 
 
 def on_lines(x: Tensor, weight: Weight, device: Device, *, described: bool = True) -> Tensor:
-    """X as `aligned`, for a kernel that knows where its columns end; ``described``: by a descriptor."""
+    """X as `aligned`, for a kernel that masks columns behind K; ``described``: it reads x through a descriptor."""
     return x if _fits_lines(x, described=described) else copied(x, weight.columns, device)
 
 
@@ -53,6 +53,11 @@ def copied(x: Tensor, columns: int, device: Device) -> Tensor:
     y = empty((m, columns), x.dtype, x.device)
     launch(copy_rows, (m, -(-columns // block)), x, y, k, columns, *x.stride(), B=block, **options(device, 4))
     return y
+
+
+def padded(bias: Tensor | None, n: int, device: Device) -> Tensor | None:
+    """A bias with n values, zeros behind its own."""
+    return bias if bias is None or len(bias) == n else copied(bias.view(1, -1), n, device).view(n)
 
 
 def result(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:

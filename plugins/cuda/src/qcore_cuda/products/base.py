@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcore_triton.codes import Codes
-from qcore_triton.weights import Weight
+from qcore_triton.weights import ROWS, Weight
 
 from ..costs import Work
 from ..problem import GemmProblem
@@ -93,6 +93,8 @@ class Int8Product(Product[C]):
 
     wants_totals: ClassVar[bool] = True
     """Whether quantizing has to sum the codes of each row, if the weight has a zero point per channel."""
+    unaligned: ClassVar[int | None] = None
+    """The most rows of a result that it stores if they do not begin on 16 bytes; None: any number."""
     codes: ClassVar[torch.dtype] = torch.int8
     """The dtype that holds the codes of x which it takes."""
 
@@ -102,8 +104,10 @@ class Int8Product(Product[C]):
 
     def pads(self, problem: GemmProblem) -> bool:
         """Whether it has to get a weight of `pitch_of` N rows: storing rows that begin anywhere takes as long again."""
-        del problem
-        return False
+        return self.unaligned is not None and problem.rows > self.unaligned and problem.n % ROWS > 0
+
+    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
+        return (problem.rows * problem.n,) if self.pads(problem) else ()
 
     def fuses(self, x: Tensor, device: Device, problem: GemmProblem) -> bool:
         """Whether `launch_floats` quantizes x by itself."""

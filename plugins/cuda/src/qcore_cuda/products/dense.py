@@ -20,7 +20,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch
 from ..runtime.replay import empty
-from .aligned import copied, copies_of_result, copies_of_x, finished
+from .aligned import copied, copies_of_result, copies_of_x, finished, padded
 from .base import FloatProduct
 
 _LINES = 8
@@ -77,11 +77,9 @@ class Dense(FloatProduct[Whole]):
     ) -> Tensor:
         del config
         n, w = problem.n, dequantized(weight, x.dtype, _LINES)
-        more = len(w) - n
         # The library's products take several times as long if rows do not begin on 16 bytes.
         x = x if w.shape[1] == x.shape[1] else copied(x, w.shape[1], device)
-        bias = F.pad(bias, (0, more)) if bias is not None and more else bias
-        return finished(product_of(x, w, bias, problem.out_dtype), n, device)
+        return finished(product_of(x, w, padded(bias, len(w), device), problem.out_dtype), n, device)
 
 
 def _alone(problem: GemmProblem) -> bool:

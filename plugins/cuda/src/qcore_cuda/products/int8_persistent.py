@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from qcore_triton.codes import Codes
-from qcore_triton.weights import INT_ZERO, NO_ZERO, ROWS
+from qcore_triton.weights import INT_ZERO, NO_ZERO
 
 from ..costs import Work
 from ..kernels.int8_persistent import persistent
@@ -16,7 +16,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from .base import Choice, Int8Product, Operands
-from .int8_tiles import FEW, INT8_TILES, Tile, unpacked
+from .int8_tiles import INT8_TILES, Tile, unpacked
 from .quantized import arguments_of, x_sums
 
 
@@ -53,6 +53,7 @@ class Int8Persistent(Int8Product[Band]):
 
     name: ClassVar[str] = "int8_persistent"
     config = Band
+    unaligned: ClassVar[int | None] = INT8_TILES.unaligned
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del problem
@@ -85,12 +86,6 @@ class Int8Persistent(Int8Product[Band]):
     def work(self, device: Device, problem: GemmProblem, config: Band) -> Work:
         del device
         return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
-
-    def pads(self, problem: GemmProblem) -> bool:
-        return problem.rows > FEW and problem.n % ROWS > 0
-
-    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return (problem.rows * problem.n,) if self.pads(problem) else ()
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Band) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor

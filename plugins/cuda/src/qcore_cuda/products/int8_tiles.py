@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcore_triton.codes import Codes
 from qcore_triton.kernels.int8_gemm import tiles, unpack
-from qcore_triton.weights import INT_ZERO, ROWS, Weight
+from qcore_triton.weights import INT_ZERO, Weight
 
 from ..costs import Work
 from ..problem import GemmProblem
@@ -19,9 +19,6 @@ from ..runtime.launch import launch, options
 from ..runtime.replay import empty
 from .base import Int8Product, Operands
 from .quantized import arguments_of, x_sums
-
-FEW = 64
-"""The most rows of a result that are stored wherever they begin."""
 
 
 class Tile(NamedTuple):
@@ -44,6 +41,7 @@ class Int8Tiles(Int8Product[Tile]):
 
     name: ClassVar[str] = "int8_tiles"
     config = Tile
+    unaligned: ClassVar[int | None] = 64
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device, problem
@@ -69,12 +67,6 @@ class Int8Tiles(Int8Product[Tile]):
     def work(self, device: Device, problem: GemmProblem, config: Tile) -> Work:
         del device
         return Work(-(-problem.n // config.bn) * -(-problem.rows // config.bm), problem.k / 128)
-
-    def pads(self, problem: GemmProblem) -> bool:
-        return problem.rows > FEW and problem.n % ROWS > 0
-
-    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return (problem.rows * problem.n,) if self.pads(problem) else ()
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tile) -> Tensor:
         if config.unpack and operands.weight.bits == 4:

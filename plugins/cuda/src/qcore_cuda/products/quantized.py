@@ -60,8 +60,8 @@ def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem, *, tile
     ``tiles``: it is stored through a descriptor, see `aligned.result`.
     """
     weight, sums, bias, out = operands
-    allocate = result if tiles else _matrix
-    y = allocate(codes.q.shape[0], problem.n, problem.out_dtype, codes.q.device)
+    (m, _), dtype, device = codes.q.shape, problem.out_dtype, codes.q.device
+    y = result(m, problem.n, dtype, device) if tiles else empty((m, problem.n), dtype, device)
     end = host.end_of(bias, out, y)
     blocks = weight.data.shape[1] if weight.bits == 4 else -(-problem.k // problem.step)
     # An int4 weight that was unpacked has no integer zero points left.
@@ -70,10 +70,6 @@ def arguments_of(codes: Codes, operands: Operands, problem: GemmProblem, *, tile
         "XZERO": codes.zero is not None, **end.meta,
     }  # fmt: skip
     return Int8Arguments(y, *host.operands(codes, weight, sums), end, blocks, form)
-
-
-def _matrix(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return empty((m, n), dtype, device)
 
 
 def rows_in_memory(q: Tensor) -> int:
