@@ -76,7 +76,7 @@ TABLES += [linear(s, m, dtype="float16") for s in ("mxfp4", "nvfp4", "nf4", "wfp
 TABLES += [linear(s, m, dtype="float32") for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 64)]
 TABLES += [linear(s, m) for s in ("wfp8afp8", "wfp8afp8-static", "wfp8afp8-g128") for m in (1, 64)]
 TABLES += [linear("wfp8afp8-g128", m, square=square) for m in (64, 2048) for square in (False, True)]
-TABLES += [linear(s, m) for s in ("w8afp8", "w4afp8-g128-token") for m in (16, 64)]
+TABLES += [linear(s, m) for s in ("w8afp8", "w4afp8-g128-token", "w4afp8-fzp") for m in (16, 64)]
 TABLES += [
     linear(s, m, t) for s in ("nvfp4", "nf4", "wfp8a16", "wfp8afp8-g128") for m in (1, 64) for t in ("sm_80", "sm_89")
 ]

@@ -212,7 +212,7 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("sums", {"arch": 89, "out": torch.float16}), ("sums", {"arch": 89, "bias": torch.float32}),
         ("tokens", {"m": 16, "arch": 89}), ("tokens", {"m": 16, "arch": 80}),
         ("sums", {"arch": 80}), ("fp8_hopper", {"n": 4100}),
-        ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("sums", {"zero": torch.bfloat16}),
+        ("sums", {"arch": 89, "n": 4100}), ("sums", {"out": torch.float32}), ("tokens", {"zero": torch.bfloat16}),
         ("tokens", {"element": "e5m2"}), ("sums", {"element": "t" + "0" * 128}), ("tokens", {"scale": torch.uint8}),
         ("fp8_hopper", {"group": 128, "groups": 32}), ("sums", {"group": 128, "groups": 32, "arch": 89}),
         ("fp8_hopper", INT4), ("fp8_hopper", {**INT4, "x": 128, "group": 128, "groups": 32}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import cuda_problems
 import pytest
@@ -262,6 +263,34 @@ def test_float16_takes_hoppers_kernel_if_its_scales_allow_it(monkeypatch):
         form = Form((4096, 4096), 32, None, 4096, 4096, 8, 128, factor=factor)
         assert GEMM_HOPPER.serves(device, float_problem(form, 512, half, half)) == factor
         assert not GEMM_HOPPER.serves(device, float_problem(form, 512, half, torch.float32))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-fzp", "w8a16-fzp", "wfp8a16-fzp", "wfp4a16-fzp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float_zero_points_of_rows_meet_sums_of_x(interpreter, scheme, dtype):
+    from qcore_cuda.products.gemm import GEMM, Tile
+
+    case = problem(scheme, 20, 50, 300, dtype, "same")
+    for tile in (Tile(64, 16, scaled=True), Tile(64, 32, split=2), Tile(64, 16, unroll=2, even=1, scaled=True)):
+        assert_right(case, float_product(case, packed_weight(case), GEMM, tile))
+
+
+def test_no_kernel_rounds_weights_with_float_zero_points_of_rows(monkeypatch):
+    from qcore_cuda.problem import Form, float_problem
+    from qcore_cuda.products.catalog import FLOAT_PRODUCTS
+    from qcore_cuda.runtime import hopper
+    from qcore_cuda.runtime.device import Device
+
+    monkeypatch.setattr(hopper, "usable", lambda: True)
+    narrow, device = (torch.bfloat16, torch.float16), Device(90, False, 132)
+    for x, out, packed in product(narrow, narrow, ((256, 32, 16, 64), (4096, 4096))):
+        form = Form(packed, 1, torch.float32, 4096, 4096, 4 if len(packed) > 2 else 8, 4096)
+        found = float_problem(form, 2048, x, out)
+        assert (found.exact, found.whole, found.sums) == (True, True, True)
+        names = {kernel.name for kernel in FLOAT_PRODUCTS if kernel.serves(device, found)}
+        assert "gemm_hopper" in names
+        assert "dense" not in names
+    assert not float_problem(form, 2048, torch.bfloat16, torch.float32).sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

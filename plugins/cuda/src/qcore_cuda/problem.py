@@ -77,10 +77,11 @@ class GemmProblem:
     ``units``: the weight has some, see `packing.units_of`.
 
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
-    rounded to x's dtype (float16, whose small numbers are coarse, or a result wider than x); ``whole``: scales may come
-    after the sum over all of K (one group, no float zero point), and the result has x's dtype; ``halves``: a block has
-    two groups; ``lossless``: the products of codes and scales are exact in 16-bit floats; ``rounded``: so are not even
-    the numbers that codes stand for.
+    rounded to x's dtype (float16, whose small numbers are coarse, a result wider than x, or a float zero point per row,
+    whose few numbers are rounded alike in all columns, so that errors add up); ``whole``: scales may come after the sum
+    over all of K (one group), as x and the result have 16 bits; ``sums``: with them come float zero points, times
+    sums of x; ``halves``: a block has two groups; ``lossless``: the products of codes and scales are exact in 16-bit
+    floats; ``rounded``: so are not even the numbers that codes stand for.
     """
 
     bits: int
@@ -110,6 +111,7 @@ class GemmProblem:
     narrow: bool = field(init=False, compare=False)
     exact: bool = field(init=False, compare=False)
     whole: bool = field(init=False, compare=False)
+    sums: bool = field(init=False, compare=False)
     halves: bool = field(init=False, compare=False)
     lossless: bool = field(init=False, compare=False)
     rounded: bool = field(init=False, compare=False)
@@ -117,12 +119,13 @@ class GemmProblem:
     def __post_init__(self) -> None:
         """Derive the properties that kernels read often."""
         narrow = self.x_dtype.itemsize == 2
-        same = narrow and self.out_dtype == self.x_dtype
+        both, added = narrow and self.out_dtype.itemsize == 2, self.one_group and self.zero == FLOAT_ZERO
         vars(self).update(
             activations=INT8 if self.codes else FLOAT,
             narrow=narrow,
-            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype,
-            whole=same and self.one_group and self.zero != FLOAT_ZERO,
+            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype or added,
+            whole=both and self.one_group,
+            sums=both and added,
             halves=self.bits == 4 and not self.one_group and 0 < self.group < self.block,
             lossless=self.element == "e2m1" and self.scale == torch.int8,
             rounded=self.element.startswith("t"),

@@ -201,7 +201,7 @@ def tile_sum(x, w, scale, zero, n0, m0, first, last, M, N, NP, line, KB, PER, ei
 
 
 @triton.jit(do_not_specialize=["M", "N", "NP", "KB", "PER", "eighths", "pitch", "waves", "share"])
-def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
+def gemm(x, w, scale, zero, factor, bias, sums, y, parts, counts, M, N, NP, KB, PER, eighths, pitch, waves, share,
          BITS: tl.constexpr, P: tl.constexpr, U: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
          BN: tl.constexpr, BM: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr, FRAG: tl.constexpr,
          SCALES: tl.constexpr, EACH: tl.constexpr, TERMS: tl.constexpr, ALIGNED: tl.constexpr, GROUP_M: tl.constexpr,
@@ -212,10 +212,10 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
     x: rows ``8 * eighths`` values apart (said so, because Triton then knows that they are aligned), zero from K to
     ``KB * U * P``. pitch: 32 times that many bytes are a row of rows16. PER: steps per group.
     SCALES: 0: applied to sums over a step; 1: to the weight, which is rounded to x's dtype; 2: to the whole sum (one
-    group, no float zero points). EACH: each block of a step has scales of its own, or each of G groups in it. ELEMENT,
-    FACTOR: see `Weight`. TERMS: x is the sum of so many matrices that follow each other; their products are added up in
-    order. ALIGNED: 16 or 8, which N is a multiple of, or 0. WIDE: products of float32 numbers (Triton's interpreter
-    multiplies no bfloat16).
+    group); float zero points then meet ``sums`` of x, float32 ``(M,)``. EACH: each block of a step has scales of its
+    own, or each of G groups in it. ELEMENT, FACTOR: see `Weight`. TERMS: x is the sum of so many matrices that follow
+    each other; their products are added up in order. ALIGNED: 16 or 8, which N is a multiple of, or 0. WIDE: products
+    of float32 numbers (Triton's interpreter multiplies no bfloat16).
 
     A program computes ``waves`` whole tiles, and ``share`` steps of the tiles that are left, which lie in a row. Of a
     tile that several have steps of, each leaves its sum in ``parts`` (float32) and counts itself in ``counts`` (zero
@@ -285,6 +285,9 @@ def gemm(x, w, scale, zero, factor, bias, y, parts, counts, M, N, NP, KB, PER, e
             # 7. Whoever has the whole sum adds the bias, rounds once and stores.
             n = n0 + tl.arange(0, BN)
             m = m0 + tl.arange(0, BM)
+            if SCALES == 2 and ZERO == 2:
+                total = tl.load(sums + m, mask=m < M, other=0.0)
+                acc += tl.load(zero + tl.minimum(n, N - 1)).to(tl.float32)[:, None] * total[None, :]
             if FACTOR:
                 acc *= factor_of(factor, FACTOR)
             if BIAS:

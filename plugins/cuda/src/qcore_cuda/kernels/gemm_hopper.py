@@ -245,8 +245,9 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
 
 
 @gluon.jit
-def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.constexpr, FACTOR: gl.constexpr,
-           BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
+def _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, m0, n0, M, N, SCALED: gl.constexpr,
+           FACTOR: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
+           SUMS: gl.constexpr):  # fmt: skip
     """A group's sums of a tile, scaled and rounded, on their way to y."""
     PIECE: gl.constexpr = acc.shape[1] // PIECES
     # acc has one row per output column. Rows behind N are clamped here; TMA does not store them.
@@ -257,8 +258,10 @@ def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.con
         # The inverse of a power of two: its exponent is 254 less the other one.
         unit = (254 << 23) - gl.load(factor + n).to(gl.int32, bitcast=True)
         acc *= unit.to(gl.float32, bitcast=True)[:, None]
+    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    if SUMS:
+        acc += gl.load(zero + n).to(gl.float32)[:, None] * gl.load(sums + m, mask=m < M, other=0.0)[None, :]
     if TOKENS:
-        m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         acc *= gl.load(tokens + m, mask=m < M, other=0.0)[None, :]
     if FACTOR:
         acc *= gl.load(factor)
@@ -278,11 +281,11 @@ def _leave(acc, y, scale, factor, bias, tokens, ys, m0, n0, M, N, SCALED: gl.con
 
 
 @gluon.jit
-def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB, waves, share,
-             BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-             GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr,
-             PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr,
-             TOKENS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB,
+             waves, share, BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+             SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
+             BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
+             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     DT: gl.constexpr = xs.dtype
     BN: gl.constexpr = 2 * ROWS
@@ -295,7 +298,7 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
     at = 0
     turn = 0
     slot = 0
-    if PDL and TOKENS:  # the previous kernel computes what the epilogue scales tokens by
+    if PDL and (TOKENS or SUMS):  # the previous kernel computes what the epilogue scales tokens by, or adds to them
         gdc_wait()
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
     mbarrier.wait(full.index(0), 0)
@@ -323,18 +326,18 @@ def _consume(y, scale, factor, bias, tokens, parts, counts, ys, xs, ws, ss, zs, 
         if SPREAD:
             acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
         if complete:
-            _leave(acc, y, scale, factor, bias, tokens, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N, SCALED, FACTOR,
-                   BIAS, PIECES, ZERO, TOKENS)  # fmt: skip
+            _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N,
+                   SCALED, FACTOR, BIAS, PIECES, ZERO, TOKENS, SUMS)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
 def gemm_hopper(
-    x, w, scale, zero, factor, bias, tokens, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
+    x, w, scale, zero, factor, bias, tokens, sums, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
-    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr,
+    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
@@ -344,7 +347,8 @@ def gemm_hopper(
     these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per
     row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of float32 ``(1, N)``,
     powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
-    TOKENS: x are codes, scaled by tokens, float32 ``(M,)``.
+    TOKENS: x are codes, scaled by tokens, float32 ``(M,)``. SUMS: zero holds one float zero point per row, which sums
+    of x, float32 ``(M,)``, are multiplied by; ZERO is 0.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -375,12 +379,12 @@ def gemm_hopper(
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, factor, bias, tokens, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M, KB, waves,
-                    share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
-                    FACTOR, TOKENS, PDL)),
-        (_consume, (y, scale, factor, bias, tokens, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M, KB, waves,
-                    share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT,
-                    FACTOR, TOKENS, PDL)),
+        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M,
+                    KB, waves, share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD,
+                    ELEMENT, FACTOR, TOKENS, SUMS, PDL)),
+        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M,
+                    KB, waves, share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD,
+                    ELEMENT, FACTOR, TOKENS, SUMS, PDL)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
                     SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

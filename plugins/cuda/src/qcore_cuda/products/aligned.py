@@ -1,4 +1,4 @@
-"""Matrices whose rows begin on 16 bytes: x as kernels read it, and results as descriptors store them."""
+"""Rows of x as kernels read them, and of results as descriptors store them: they begin on 16 bytes; and sums of x."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from qcore_triton.geometry import power_of_two
 from qcore_triton.weights import Weight
 
-from ..kernels.rows import copy_rows
+from ..kernels.rows import copy_rows, sum_rows
 from ..problem import GemmProblem
 from ..runtime.device import Device
 from ..runtime.launch import launch, options
@@ -27,6 +27,11 @@ def copies_of_x(problem: GemmProblem, multiple: int) -> tuple[int, ...]:
 def copies_of_result(problem: GemmProblem) -> tuple[int, ...]:
     """`Product.copies` for `finished`."""
     return (problem.rows * problem.n,) if problem.n * problem.out_dtype.itemsize % _BYTES else ()
+
+
+def copies_for_sums(problem: GemmProblem) -> tuple[int, ...]:
+    """`Product.copies` for `sums_of`, which reads as many values as a copy of half of x reads and writes."""
+    return (problem.rows * problem.k // 2,) if problem.sums else ()
 
 
 def aligned(x: Tensor, weight: Weight, device: Device) -> Tensor:
@@ -53,6 +58,16 @@ def copied(x: Tensor, columns: int, device: Device) -> Tensor:
     y = empty((m, columns), x.dtype, x.device)
     launch(copy_rows, (m, -(-columns // block)), x, y, k, columns, *x.stride(), B=block, **options(device, 4))
     return y
+
+
+def sums_of(x: Tensor, problem: GemmProblem, device: Device) -> Tensor | None:
+    """Sums, float32 ``(M,)``, of x with contiguous columns, if the problem needs them."""
+    if not problem.sums:
+        return None
+    (m, columns), sums = x.shape, empty((x.shape[0],), torch.float32, x.device)
+    block = min(_COLUMNS, max(128, power_of_two(columns)))
+    launch(sum_rows, (m,), x, sums, columns, x.stride(0), B=block, **options(device, 4))
+    return sums
 
 
 def padded(bias: Tensor | None, n: int, device: Device) -> Tensor | None:

@@ -19,7 +19,7 @@ from ..runtime.device import Device
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import spread
-from .aligned import aligned, copies_of_result, copies_of_x
+from .aligned import aligned, copies_for_sums, copies_of_result, copies_of_x, sums_of
 from .base import Choice, FloatProduct, decoding
 
 
@@ -72,7 +72,7 @@ class Gemm(FloatProduct[Tile]):
 
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
         m, n = problem.rows, problem.n
-        if m >= 256 and not (problem.exact and not problem.lossless):
+        if m >= 256 and (problem.whole or problem.lossless or not problem.exact):
             return Tile(128, 128, warps=8, stages=3, scaled=True)
         bm = min(64, max(16, m))
         tiles = math.ceil(n / 64) * math.ceil(m / bm)
@@ -93,7 +93,7 @@ class Gemm(FloatProduct[Tile]):
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
         # Rows of the result that begin anywhere are stored value by value, which takes as long as copying them.
-        return copies_of_x(problem, problem.block) + copies_of_result(problem)
+        return copies_of_x(problem, problem.block) + copies_of_result(problem) + copies_for_sums(problem)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tile
@@ -115,8 +115,11 @@ def _ways(device: Device, problem: GemmProblem, tile: Tile) -> Iterator[Tile]:
 
 
 def adapted(product: FloatProduct[Tile], problem: GemmProblem, config: Tile) -> Choice | None:
-    """The choice for a tile: weights are scaled if that rounds nothing that must be exact, or if nothing else works."""
-    if config.scaled and problem.exact and not problem.lossless:
+    """The choice for a tile: weights are scaled if that rounds nothing that must be exact, or if nothing else works.
+
+    If the problem is `whole`, sums are scaled, whatever the tile says.
+    """
+    if config.scaled and problem.exact and not (problem.whole or problem.lossless):
         return None
     return None if problem.halves and not config.scaled else Choice(product, config)
 
@@ -174,7 +177,7 @@ def multiply(
     steps = steps_of(weight, device, problem, config)
     tiles = -(-n // bn) * -(-m // bm)
     waves, share, programs = spread(tiles, steps.total, config.split, config.even, device.sms)
-    y = empty((m, n), problem.out_dtype, x.device)
+    y, sums = empty((m, n), problem.out_dtype, x.device), sums_of(x, problem, device)
     # Tiles that programs share are summed up from their parts by the last program of each.
     left = tiles - waves * programs
     if left:
@@ -183,11 +186,11 @@ def multiply(
     else:  # never touched
         parts, counts = x[:1, :8].view(torch.float32), x[:1, :8].view(torch.int32)
     limit: dict[str, Any] = {"maxnreg": config.registers} if config.registers and device.asm else {}
-    scales = 2 if problem.one_group and problem.zero != FLOAT_ZERO else int(config.scaled)
+    scales = 2 if problem.one_group and (sums is not None or problem.zero != FLOAT_ZERO) else int(config.scaled)
     launch(
         gemm, (programs,),
         x, data, scale, scale if zero is None else zero, scale if factor is None else factor,
-        scale if bias is None else bias, y, parts, counts,
+        scale if bias is None else bias, scale if sums is None else sums, y, parts, counts,
         m, n, data.shape[0] * (16 if problem.bits == 4 else 1), steps.total, steps.per, x.stride(0) // 8,
         x.shape[1] // 32, waves, share,
         BITS=problem.bits, P=problem.block, U=steps.unroll, ZERO=problem.zero, BIAS=bias is not None, BN=bn, BM=bm,

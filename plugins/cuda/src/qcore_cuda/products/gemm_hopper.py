@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from qcore_triton.weights import FLOAT_ZERO, Weight
+from qcore_triton.weights import NO_ZERO, Weight
 
 from ..costs import Work
 from ..problem import GemmProblem
@@ -19,7 +19,7 @@ from ..runtime.hopper import descriptor, int4_words, room_for
 from ..runtime.launch import launch, options
 from ..runtime.replay import empty, tracked
 from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
-from .aligned import copies_of_result, copies_of_x, finished, on_lines, result
+from .aligned import copies_for_sums, copies_of_result, copies_of_x, finished, on_lines, result, sums_of
 from .base import FloatProduct, decoding
 
 _STAGES = {
@@ -100,7 +100,7 @@ class GemmHopper(FloatProduct[Tokens]):
         return tail_apart(device, problem, config, 128)
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return copies_of_x(problem, 8) + copies_of_result(problem)
+        return copies_of_x(problem, 8) + copies_of_result(problem) + copies_for_sums(problem)
 
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Tokens
@@ -129,7 +129,7 @@ class GemmHopper(FloatProduct[Tokens]):
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
         bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
         blocks = -(-columns // 128)
-        scaled, each = not problem.one_group or problem.zero == FLOAT_ZERO, parameter_rows(problem)
+        scaled, each, sums = not problem.one_group, parameter_rows(problem), sums_of(x, problem, device)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
         y = result(m, n, problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
@@ -137,8 +137,10 @@ class GemmHopper(FloatProduct[Tokens]):
         waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
         left = tiles - waves * programs if share else 0
         parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
-        numbers: Any = scale if zero is None else descriptor(zero, (each, 2 * rows), swizzled=False)
-        factor, kind = weight.factor, problem.zero
+        numbers: Any = scale if zero is None else zero
+        factor, kind = weight.factor, NO_ZERO if sums is not None else problem.zero
+        if kind:
+            numbers = descriptor(zero, (each, 2 * rows), swizzled=False)
         if weight.units is not None:
             factor, kind = weight.units, UNITS.value
             numbers = descriptor(weight.units.view(1, -1), (1, 2 * rows), swizzled=False)
@@ -146,13 +148,13 @@ class GemmHopper(FloatProduct[Tokens]):
             gemm_hopper, (programs,), descriptor(x, (bm, 64)), w,
             descriptor(scale, (each, 2 * rows), swizzled=False) if scaled else scale,
             numbers, scale if factor is None else factor, scale if bias is None else bias,
-            scale if tokens is None else tokens,
+            scale if tokens is None else tokens, scale if sums is None else sums,
             descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
-            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None,
+            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None, SUMS=sums is not None,
             **options(device, 4),
         )  # fmt: skip
         return finished(y, n, device)
