@@ -16,6 +16,7 @@ from qcore_cuda.products.base import Choice, Operands
 from qcore_cuda.products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from qcore_cuda.runtime.device import Device, device_of
 from qcore_cuda.runtime.launch import launch
+from qcore_cuda.runtime.replay import empty
 from qcore_triton import host
 from qcore_triton.codes import mode_of
 from qcore_triton.packing import units_of
@@ -113,7 +114,7 @@ def _sums(weight: Weight) -> Tensor:
 
 def dense(weight: Weight) -> Tensor:
     """The dequantized weight, float32 ``(N, K)``."""
-    return host.dense(launch, weight, torch.float32, num_warps=4)
+    return host.dense(launch, empty, weight, torch.float32, num_warps=4)
 
 
 def call(made: Instance, choice: Choice) -> Any:

@@ -52,10 +52,15 @@ def float_product(case, device, shape):
 
 
 def int8_product(case, device, shape):
-    from qcore_cuda import int8
-    from qcore_cuda.products.base import Choice, Operands
     from qcore_cuda.products.int8_gemv import INT8_GEMV
     from qcore_cuda.products.skinny_gemm import WarpShape
+
+    return product_of_codes(case, device, INT8_GEMV, WarpShape(*shape))
+
+
+def product_of_codes(case, device, product, config):
+    from qcore_cuda import int8
+    from qcore_cuda.products.base import Choice, Operands
     from qcore_triton.codes import SYMMETRIC, Given, mode_of
 
     weight, sums = packed(case)
@@ -72,7 +77,7 @@ def int8_product(case, device, shape):
     mode = mode_of(case.x, symmetric, of_x)
     problem = int8.plan_of(case.x, weight, case.request.out_dtype, mode.kind != SYMMETRIC, of_y).problem
     operands = Operands(weight, None if symmetric else sums, case.bias, of_y)
-    return int8.run(case.x, mode, operands, int8.planned(device, problem, Choice(INT8_GEMV, WarpShape(*shape))))
+    return int8.run(case.x, mode, operands, int8.planned(device, problem, Choice(product, config)))
 
 
 def cases(schemes):
@@ -129,6 +134,43 @@ def test_float32_is_three_times_as_many_rows(scheme, m, ampere):
 def test_every_shape_of_a_program_is_right(scheme, shape, ampere):
     case = problem(scheme, 2, 80, 1100)
     assert_right(case, float_product(case, ampere, shape))
+
+
+CHUNKS = [(17, 16), (33, 16), (24, 32), (40, 32)]
+IN_CHUNKS = [
+    (s, *chunk)
+    for s in ("w4a16-g128", "w4a16-g32-asym", "w8a16-fzp", "w8a16-g64-asym", "w4a16-fzp", "w4a8-g32-asym-aasym",
+              "w8a8-static-o8", "w4a8-asym-token-o8t", "w8a8-fzp-aasym")
+    for chunk in CHUNKS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "m", "tokens"), sampled(IN_CHUNKS, 12))
+def test_more_rows_are_multiplied_in_chunks(scheme, m, tokens, ampere):
+    from qcore_cuda.products.chunks import GEMV_CHUNKS, INT8_GEMV_CHUNKS, Chunks
+
+    case, config = problem(scheme, m, 48, 200, torch.bfloat16, "same"), Chunks(1, 1, 2, 2, tokens=tokens)
+    if case.request.activation is not None:
+        y = product_of_codes(case, ampere, INT8_GEMV_CHUNKS, config)
+    else:
+        y = cuda_problems.float_product(case, packed(case)[0], GEMV_CHUNKS, config, ampere)
+    assert_right(case, y)
+
+
+def test_chunks_are_for_17_to_128_rows():
+    from qcore_cuda.problem import GemmProblem
+    from qcore_cuda.products.chunks import GEMV_CHUNKS, INT8_GEMV_CHUNKS
+    from qcore_cuda.runtime.device import Device
+
+    device = Device(90, False, 132)
+    for kernel, codes in ((GEMV_CHUNKS, False), (INT8_GEMV_CHUNKS, True)):
+        served = [m for m in (16, 32, 128, 256) if kernel.serves(device, GemmProblem(4, 1024, 1024, m, codes=codes))]
+        assert served == [32, 128]
+        assert not kernel.serves(Device(0, True, 132), GemmProblem(4, 1024, 1024, 32, codes=codes))
+        found = list(kernel.candidates(device, GemmProblem(8, 1024, 1024, 64, codes=codes)))
+        work = [kernel.work(device, GemmProblem(8, 1024, 1024, 64, codes=codes), config).programs for config in found]
+        assert len(set(found)) == len(found) == 8
+        assert work == [64 // config.row_blocks * (64 // config.tokens) for config in found]
 
 
 @pytest.mark.parametrize(("scheme", "index"), sampled(cases(INT8), 14))

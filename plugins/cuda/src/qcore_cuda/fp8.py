@@ -28,6 +28,7 @@ from .kernels import fp8
 from .problem import Form, GemmProblem, float_problem, form_of
 from .products.aligned import finished, result
 from .products.base import Choice
+from .products.chunks import GEMV_CHUNKS, GemvChunks
 from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
 from .products.gemv import GEMV, Gemv
 from .products.quantized import rows_in_memory
@@ -168,6 +169,8 @@ def _by_token(
     if group and m <= ROWS and (group % problem.block or problem.halves):
         return None
     choice = choose_among(device, problem, (GEMV.name,) if m <= ROWS else (GEMM_HOPPER.name,))
+    if m > ROWS and choice is not None:  # a small weight may be faster by the kernel for few rows, in chunks
+        choice = choose_among(device, problem, (GEMM_HOPPER.name, GEMV_CHUNKS.name))
     return None if choice is None else (replace(problem, out_dtype=out_dtype), choice)
 
 
@@ -185,9 +188,9 @@ def _by_tokens(
         return product.multiply(codes, weight, bias, device, problem, config, scale, group)
     if group:
         codes, scale = _numbers(x, columns, group, device)
-        return cast("GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
+        return cast("GemvChunks | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
     codes, scale = _by_row(x, weight.columns, torch.float16, static, device)
-    return cast("Gemv | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
+    return cast("Gemv | GemvChunks | GemmHopper", product).multiply(codes, weight, bias, device, problem, config, scale)
 
 
 def _by_row(

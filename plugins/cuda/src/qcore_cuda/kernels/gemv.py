@@ -1,12 +1,13 @@
-"""``gemv``: weight-only product for few rows (M <= 16), bound by reading the weight once. NVIDIA, 16-bit activations.
+"""``gemv``: weight-only product for few rows, bound by reading the weight once. NVIDIA, 16-bit activations.
 
 Each warp takes blocks of K in turn and copies the operands, several stages ahead, into shared memory of its own
 (`smem_pipeline`); from there weights go straight into fragments of the tensor core (`warp`), W being its A operand and
 the tokens its columns. The warps of a program share its rows and add up their sums at the end.
 
-Grid: one program per 16 * R rows of W; each of its NW warps takes every NW-th run of U blocks of P columns. Inputs: x
-``(M, K)`` 16-bit floats, w planar16 or rows16, scales and zero points ``(G, pitch_of(N))``; y ``(M, N)``. Floor: the
-bytes of the packed weight, ``N * K * BITS / 8`` and its scales, at the bandwidth of the memory.
+Grid: one program per 16 * R rows of W, and per chunk of tokens if there are several; each of its NW warps takes every
+NW-th run of U blocks of P columns. Inputs: x ``(M, K)`` 16-bit floats, w planar16 or rows16, scales and zero points
+``(G, pitch_of(N))``; y ``(M, N)``. Floor: the bytes of the packed weight, ``N * K * BITS / 8`` and its scales, at the
+bandwidth of the memory.
 
 A nibble becomes a 16-bit float by setting its upper byte (bfloat16 128 + u, float16 1024 + u: exact), from which the
 offset is subtracted at once. Subtracting it from the sum instead would save half an instruction per weight, but a value
@@ -475,7 +476,7 @@ def gemv(x, w, scale, zero, factor, bias, tokens, y, M, N, K, NP, KB, PER, strid
          ZERO: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, XPER: tl.constexpr, ONE_GROUP: tl.constexpr,
          NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, STAGES: tl.constexpr,
          BF16: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr,
-         DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+         DYNAMIC: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr, CHUNKS: tl.constexpr = False):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]`` for M <= XR <= 8 * NB.
 
     x: 16-bit floats, rows ``stride`` values apart, on 16 bytes; w: planar16 or rows16 (rows
@@ -483,8 +484,15 @@ def gemv(x, w, scale, zero, factor, bias, tokens, y, M, N, K, NP, KB, PER, strid
     instead, of 16 columns each, PER is 1, and there are no zero points; ELEMENT, FACTOR: see `Weight`; ZERO: 0 none,
     1 integer, 2 float zero points; TOKENS: sums are multiplied by tokens, float32 (M,); XPER: so many blocks of a token
     have a scale, tokens are (G, M); XR: 1, or 8 * NB; ALIGNED: scales and zero points begin on 16 bytes. A program
-    takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time.
+    takes R * 16 rows of W; each of its NW warps takes U blocks of K at a time. CHUNKS: the grid's second dimension
+    counts chunks of XR tokens, of which there are any number; XPER is 0.
     """
+    if CHUNKS:
+        chunk = tl.program_id(1) * XR
+        x += chunk * tl.cast(stride, tl.int64)
+        y += chunk * tl.cast(N, tl.int64)
+        tokens += chunk if TOKENS else 0
+        M -= chunk
     some_rows(x, w, scale, zero, factor, bias, tokens, y, tl.program_id(0) * (16 * R), M, N, K, NP, KB, PER, stride,
               pitch, ELEMENT, FACTOR, HALVES, BITS, P, ZERO, BIAS, TOKENS, ONE_GROUP, NB, XR, R, U, NW, STAGES, BF16,
               ALIGNED, RING, DYNAMIC, LATE, PDL, XPER)  # fmt: skip

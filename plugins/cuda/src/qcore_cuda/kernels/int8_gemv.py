@@ -162,8 +162,8 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
               MODE: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, OUT: tl.constexpr,
               NB: tl.constexpr, XR: tl.constexpr, R: tl.constexpr, U: tl.constexpr, NW: tl.constexpr,
               STAGES: tl.constexpr, ALIGNED: tl.constexpr, RING: tl.constexpr, DYNAMIC: tl.constexpr,
-              LATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Y ``(M, N)`` for M <= XR <= 8 * NB.
+              LATE: tl.constexpr, PDL: tl.constexpr, CHUNKS: tl.constexpr = False):  # fmt: skip
+    """Y ``(M, N)`` for M <= XR <= 8 * NB; CHUNKS: for any M, see `gemv`.
 
     MODE < 0: x holds codes in the weight's order, rows of ``128 * stride``, with ``x_scale`` and ``x_zero`` ``(M,)``.
     Else M is 1, x a row of K (a multiple of 8) 16-bit floats on 16 bytes, and MODE as in `quantize`, ``x_scale`` and
@@ -201,6 +201,10 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
             pipeline.clear(blank + (q * 512 + lane * 16) % BLANK)
     each = 1.0 / PER
     rows = tl.program_id(0) * (16 * R)
+    chunk = 0
+    if CHUNKS:
+        chunk = tl.program_id(1) * XR
+        x += chunk * (tl.cast(stride, tl.int64) * 128)
     row = rows + lane // 4
     at, tiles, step = places(w, lane, rows, NP, KB, pitch, BITS, P, R, PAIRS)
     first = warp * U
@@ -230,7 +234,9 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     else:
         for s in tl.static_range(STAGES - 1):
             ahead = first + s * (U * NW)
-            _copy_codes(mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M, KB, stride, XR, U, P)
+            _copy_codes(
+                mine + s * STAGE + W_BYTES, x, lane, ahead, s * (U * NW) < KB, M - chunk, KB, stride, XR, U, P
+            )  # fmt: skip
             pipeline.commit(thread)
 
     # 4. Accumulators: int32 over all of K, or float32 if groups are scaled (GROUPED).
@@ -270,7 +276,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
         if FUSED:
             x_at = codes + first * P
         else:
-            _copy_codes(to + W_BYTES, x, lane, ahead, live, M, KB, stride, XR, U, P)
+            _copy_codes(to + W_BYTES, x, lane, ahead, live, M - chunk, KB, stride, XR, U, P)
             x_at = here + W_BYTES
         pipeline.commit(thread)
         at += U * NW * NEXT
@@ -369,7 +375,7 @@ def int8_gemv(x, w, scale, zero, sums, x_scale, x_zero, bias, out_scale, out_zer
     # 7. Epilogue: sum the warps through shared memory, apply the parameters of tokens and of a single group, store.
     e = tl.arange(0, 128)
     for n in tl.static_range(NB):
-        token = 8 * n + 2 * ((e // 4) % 4) + e % 2
+        token = chunk + 8 * n + 2 * ((e // 4) % 4) + e % 2
         in_row = token < M
         if FUSED:
             xs_scale = token_scale

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .base import FloatProduct, Int8Product
+from .chunks import GEMV_CHUNKS, INT8_GEMV_CHUNKS
 from .dense import DENSE
 from .float32_split import FLOAT32_SPLIT, SplitRows
 from .gemm import GEMM
@@ -24,9 +25,9 @@ from .w4a8_hopper import W4A8_HOPPER
 from .w4a8_units_hopper import W4A8_UNITS_HOPPER
 
 FLOAT_PRODUCTS: tuple[FloatProduct[Any], ...] = (
-    GEMV, SLICES, GEMM_HOPPER, DENSE, GEMM, SplitRows(GEMV), SplitRows(SLICES), FLOAT32_SPLIT,
+    GEMV, SLICES, GEMM_HOPPER, GEMV_CHUNKS, DENSE, GEMM, SplitRows(GEMV), SplitRows(SLICES), FLOAT32_SPLIT,
 )  # fmt: skip
 INT8_PRODUCTS: tuple[Int8Product[Any], ...] = (
-    INT8_HOPPER, W4A8_HOPPER, W4A8_GROUPS_HOPPER, W4A8_UNITS_HOPPER, INT8_GEMV, INT8_SLICES, INT8_PERSISTENT,
-    INT8_TILES,
+    INT8_HOPPER, W4A8_HOPPER, W4A8_GROUPS_HOPPER, W4A8_UNITS_HOPPER, INT8_GEMV, INT8_SLICES, INT8_GEMV_CHUNKS,
+    INT8_PERSISTENT, INT8_TILES,
 )  # fmt: skip

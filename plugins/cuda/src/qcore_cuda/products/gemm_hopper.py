@@ -140,7 +140,7 @@ class GemmHopper(FloatProduct[Tokens]):
         numbers: Any = scale if zero is None else zero
         factor, kind = weight.factor, NO_ZERO if sums is not None else problem.zero
         if kind:
-            numbers = descriptor(zero, (each, 2 * rows), swizzled=False)
+            numbers = descriptor(numbers, (each, 2 * rows), swizzled=False)
         if weight.units is not None:
             factor, kind = weight.units, UNITS.value
             numbers = descriptor(weight.units.view(1, -1), (1, 2 * rows), swizzled=False)

@@ -70,11 +70,12 @@ class Gemv(FloatProduct[WarpShape]):
 
     def multiply(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: WarpShape,
-        tokens: Tensor | None = None, x_group: int = 0,
+        tokens: Tensor | None = None, x_group: int = 0, chunk: int = skinny_gemm.ROWS,
     ) -> Tensor:  # fmt: skip
         """`launch` for x on 16 bytes; ``tokens``: float32 ``(M,)`` that sums are multiplied by before the bias.
 
         With ``x_group``, ``(G, M)``: for each group of so many columns, a multiple of a block; blocks are of one group.
+        ``chunk``: tokens of a program.
         """
         part, scale, zero = skinny_gemm.layout(weight, problem), weight.scale, weight.zero
         m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block
@@ -84,16 +85,16 @@ class Gemv(FloatProduct[WarpShape]):
         several = m > 1 or bits == 4 or x_group
         one_group = problem.one_group and not several and y.dtype != torch.float32
         of_row = 0 if one_group else part.of_row
-        made = skinny_gemm.program(device, config, supports_dynamic_shared(), m, bits, block, 2, of_row, 0)
+        made = skinny_gemm.program(device, config, supports_dynamic_shared(), min(m, chunk), bits, block, 2, of_row, 0)
         launch(
-            gemv, (-(-n // made.rows),),
+            gemv, (-(-n // made.rows), -(-m // chunk)),
             x, part.data, scale, scale if zero is None else zero, scale if weight.factor is None else weight.factor,
             scale if bias is None else bias, scale if tokens is None else tokens, y,
             m, n, x.shape[1], *part.sizes[:3], x.stride(0), part.sizes[3],
             **decoding(weight), HALVES=problem.halves,
             BITS=bits, P=block, ZERO=problem.zero, BIAS=bias is not None,
             TOKENS=tokens is not None and not x_group, XPER=x_group // block, ONE_GROUP=one_group,
-            BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta,
+            BF16=x.dtype == torch.bfloat16, ALIGNED=part.even, **made.meta, CHUNKS=m > chunk,
         )  # fmt: skip
         return y
 

@@ -34,7 +34,7 @@ _SHAPES = {
 }  # fmt: skip
 """Shapes by bits and `row_class`: each has been the fastest for some size."""
 
-_CODES = -1
+CODES = -1
 """The mode of a kernel that is handed codes."""
 
 
@@ -69,18 +69,22 @@ class Int8Gemv(Int8Product[WarpShape]):
     def launch(
         self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
-        x = (codes.q, codes.scale, codes.zero, 0.0, 0.0)
-        return _launch(_CODES, x, codes.zero is not None, operands, device, problem, config)
+        return launched(CODES, of_codes(codes), codes.zero is not None, operands, device, problem, config)
 
     def launch_floats(
         self, x: Tensor, mode: Any, operands: Operands, device: Device, problem: GemmProblem, config: WarpShape
     ) -> Tensor:
         kind, scale, zero = mode
         of_x = (x, None, None, scale, zero) if kind == TENSOR else (x, scale, zero, 0.0, 0.0)
-        return _launch(kind, of_x, mode.has_zero, operands, device, problem, config)
+        return launched(kind, of_x, mode.has_zero, operands, device, problem, config)
 
 
-def _launch(
+def of_codes(codes: Codes) -> tuple[Any, ...]:
+    """``of_x`` of `launched`."""
+    return codes.q, codes.scale, codes.zero, 0.0, 0.0
+
+
+def launched(
     mode: int,
     of_x: tuple[Any, ...],
     x_zero: bool,
@@ -88,9 +92,13 @@ def _launch(
     device: Device,
     problem: GemmProblem,
     config: WarpShape,
+    chunk: int = skinny_gemm.ROWS,
 ) -> Tensor:
-    """``of_x``: codes or one row of floats; scales and zero points ``(M,)`` or None; both as numbers."""
-    (weight, sums, bias, out), (x, scale, zero, *numbers), fused = operands, of_x, mode != _CODES
+    """``of_x``: codes or one row of floats; scales and zero points ``(M,)`` or None; both as numbers.
+
+    ``mode``: `CODES`, or of quantization; ``chunk``: tokens of a program.
+    """
+    (weight, sums, bias, out), (x, scale, zero, *numbers), fused = operands, of_x, mode != CODES
     m, n, bits, block = x.shape[0], problem.n, problem.bits, problem.block
     y = empty((m, n), problem.out_dtype, x.device)
     end = host.end_of(bias, out, y)
@@ -98,15 +106,15 @@ def _launch(
     part = skinny_gemm.layout(weight, problem)
     of_row = part.of_row if problem.grouped else 0
     dynamic = supports_dynamic_shared()
-    made = skinny_gemm.program(device, config, dynamic, m, bits, block, 0 if fused else 1, of_row, wide)
+    made = skinny_gemm.program(device, config, dynamic, min(m, chunk), bits, block, 0 if fused else 1, of_row, wide)
     x_scale = y if scale is None else scale
     launch(
-        int8_gemv, (-(-n // made.rows),),
+        int8_gemv, (-(-n // made.rows), -(-m // chunk)),
         x, part.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
         y if sums is None else sums, x_scale, x_scale if zero is None else zero, *end.args, y, *numbers, *end.numbers,
         m, n, problem.k, *part.sizes[:3], 0 if fused else x.shape[1] // 128, part.sizes[3],
         BITS=bits, P=block, WZERO=problem.zero, XZERO=x_zero, GROUPED=problem.grouped, MODE=mode, WIDE=wide,
-        ALIGNED=part.even, **end.meta, **made.meta,
+        ALIGNED=part.even, **end.meta, **made.meta, CHUNKS=m > chunk,
     )  # fmt: skip
     return y
 
