@@ -24,7 +24,7 @@ CLOSE = 1.02
 PARTIAL = {"w4a8_units_hopper"}
 """Kernels that take only some of a form's weights."""
 
-SHARING = {"gemm_hopper", "w4a8_units_hopper", "w4a8_groups_hopper"}
+SHARING = {"gemm_hopper", "gemm_hopper_64", "w4a8_units_hopper", "w4a8_groups_hopper"}
 """Kernels whose programs can share tiles, as the field ``split`` of a configuration says."""
 
 EVEN = 1.04

@@ -1,12 +1,13 @@
 """Measure every configuration of qcore-cuda on this GPU, and fit the table that is shipped for its architecture.
 
     python benchmarks/cuda_tables.py [--output FILE] [--raw FILE] [--budget SECONDS] [--shapes KxN,...] [--rows M,...]
-                                     [--only FORM,...] [--known KERNEL,...]
+                                     [--only FORM,...] [--known KERNEL,...] [--alone]
     python benchmarks/cuda_tables.py --fit RAW [RAW ...] [--output FILE]
 
 Configurations are compiled first, in as many processes as there are cores, and checked on a small problem; those that
 fail are left out. ``--known``: of all kernels but these only the configurations of the shipped table are measured, for
-these, half and twice as many rows, which takes a fifth of the time. A choice holds for all numbers of rows up to the
+these, half and twice as many rows, which takes a fifth of the time. ``--alone``: nothing but the former; what the table
+holds of other kernels stays. A choice holds for all numbers of rows up to the
 next smaller one of the table: int8 kernels, some of which are slower with three quarters of the rows, are timed with
 both. ``--raw`` gets a line per form, size and number of rows, with the time of each
 configuration; later files of ``--fit``, which needs no GPU, replace what earlier ones say of a configuration. The fit
@@ -67,6 +68,7 @@ def _arguments() -> Any:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--only", default="")
     parser.add_argument("--known", default="")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     return parser.parse_args()
 
@@ -77,7 +79,9 @@ def _measured(args: Any) -> list[Any]:
     forms = [f for f in FORMS if not args.only or f"{f.activations}:{f.name}" in args.only.split(",")]
     device = _cuda_forms.device()
     new = args.known.split(",") if args.known else []
-    cells = {(f, m, k, n): _candidates(device, f, m, n, k, new) for m in rows for f in forms for k, n in shapes}
+    cells = {
+        (f, m, k, n): _candidates(device, f, m, n, k, new, args.alone) for m in rows for f in forms for k, n in shapes
+    }
     broken = _compile(cells, args.workers, args.budget / 2)
     found = []
     with args.raw.open("w", encoding="utf-8") as file:
@@ -92,12 +96,14 @@ def _measured(args: Any) -> list[Any]:
     return found
 
 
-def _candidates(device: Device, form: Form, m: int, n: int, k: int, new: list[str]) -> list[Any]:
-    """All of them, or those of the shipped table, for nearby rows as well, and of the kernels ``new``."""
+def _candidates(device: Device, form: Form, m: int, n: int, k: int, new: list[str], alone: bool) -> list[Any]:
+    """All of them, or those of the shipped table, for nearby rows as well, unless ``alone``, and of kernels ``new``."""
     problem = _cuda_forms.problem_of(form, m, n, k)
     found = selection.candidates(device, problem)
     if not new:
         return found
+    if alone:
+        return [choice for choice in found if choice.product.name in new]
     nearby = [problem, *(_cuda_forms.problem_of(form, rows, n, k) for rows in (m // 2, 2 * m) if 16 < rows <= 2048)]
     known = [choice for other in nearby for _, choice in selection.estimated(device, other)]
     usable = [choice for choice in known if choice.product.serves(device, problem)]
@@ -163,7 +169,9 @@ def _write(path: Path, raw: list[Any], device: Device) -> None:
     for (part, name, m), times in _cuda_fit.grouped(raw).items():
         problem = _cuda_forms.problem_of(forms[part, name], m, 4096, 4096)
         kept = _cuda_fit.kept(device, problem, times)
-        tables[part][name, m] = [_line(name, m, config, fitted, forms[part, name]) for config, fitted in kept.items()]
+        measured = {kernel for kernel, _ in times}
+        tables[part][name, m] = [line for line in tables[part].get((name, m), []) if line["kernel"] not in measured]
+        tables[part][name, m] += [_line(name, m, config, fitted, forms[part, name]) for config, fitted in kept.items()]
         regrets = _cuda_fit.regrets(device, problem, times)
         print(
             f"{part} {name} M={m}: {len(kept)} of {len(times)} configurations; sizes left out cost "

@@ -57,20 +57,22 @@ UNITS = gl.constexpr(3)
 @gluon.jit
 def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
              BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+             SCALED: gl.constexpr, ZERO: gl.constexpr, APART: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
     A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
-    BN: gl.constexpr = 2 * ROWS
-    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and 128 rows of 64 int8 codes. BLOCK:
+    GROUPS: gl.constexpr = 1 if APART else 2
+    BN: gl.constexpr = GROUPS * ROWS
+    # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and BN rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
-    SCALES: gl.constexpr = EACH * BN * scale.dtype.primitive_bitwidth // 8 if SCALED else 0
-    ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * BN * zero.dtype.primitive_bitwidth // 8 if ZERO else 0
+    # Parameters are those of 128 rows, whatever a tile has: copies go to multiples of 128 bytes.
+    SCALES: gl.constexpr = EACH * ROWS * scale.dtype.primitive_bitwidth // 4 if SCALED else 0
+    ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * ROWS * zero.dtype.primitive_bitwidth // 4 if ZERO else 0
     BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, BN)
     step = steps * 0
     # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
     #    before that gained nothing.)
@@ -97,14 +99,14 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))
                 # 4. Begin the copies: w, with a block's first stage its scales and zero points, and x.
-                for g in gl.static_range(2):
+                for g in gl.static_range(GROUPS):
                     n = n0 + g * ROWS
                     # Each group has its own 64 rows of w: int16 pairs (64, 32) per stage, int4 words (4, 256) per
                     # block.
                     if BITS == 8:
-                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(2 * at + g))
+                        tma.async_copy_global_to_shared(w, [n, b * 64 + half * 32], here, ws.index(GROUPS * at + g))
                     elif half == 0:
-                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(2 * slot + g))
+                        tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(GROUPS * slot + g))
                 row = b * EACH if EACH > 1 else b // PER
                 if SCALED and half == 0:
                     tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
@@ -133,16 +135,17 @@ def _numbers(stored, HALF: gl.constexpr, WG: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: gl.constexpr, EACH: gl.constexpr,
-               SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+               SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr,
+               GROUPS: gl.constexpr = 2):  # fmt: skip
     """The first half of a block as operand A, and the input of the second half: words, scales, zero points.
 
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
     raw = (
-        load_words(ws.index(2 * slot + WG), 32 if EACH == 8 else 128 // EACH)
+        load_words(ws.index(GROUPS * slot + WG), 32 if EACH == 8 else 128 // EACH)
         if BITS == 4
-        else ws.index(2 * at + WG).load(LAYOUT)
+        else ws.index(GROUPS * at + WG).load(LAYOUT)
     )
     second = raw
     if BITS == 4 and EACH > 1:
@@ -196,8 +199,11 @@ def _operand(raw, s, z, DT: gl.constexpr, BITS: gl.constexpr, HIGH: gl.constexpr
 @gluon.jit
 def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty,
             BITS: gl.constexpr, WG: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, EACH: gl.constexpr,
-            SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr):  # fmt: skip
+            SCALED: gl.constexpr, ZERO: gl.constexpr, DOT: gl.constexpr, ELEMENT: gl.constexpr,
+            GROUPS: gl.constexpr = 2):  # fmt: skip
     """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
+
+    GROUPS: of rows in a tile; 1: every second block in the ring is that of the other warpgroup.
 
     No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
     """
@@ -225,7 +231,7 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
             mbarrier.wait(full.index(at), turn)
         else:
             mbarrier.wait(full.index(at), turn)
-            raw = ws.index(2 * at + WG).load(pairs_layout())
+            raw = ws.index(GROUPS * at + WG).load(pairs_layout())
             high = _operand(raw, s, z, DT, BITS, True, EACH, SCALED, ZERO, DOT, ELEMENT)
         acc = warpgroup_mma(high, xs.index(at).permute((1, 0)), acc, is_async=True)
         # 4. The first half has ended: release its stage, so that the copying warp is not held up by the second half.
@@ -234,10 +240,13 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
         done = at
         at, turn = advance(at, turn, STAGES)
         slot = advance(slot, 0, SLOTS)[0]
+        if GROUPS == 1:
+            at, turn = skip(at, turn, STAGES)
+            slot = advance(slot, 0, SLOTS)[0]
         # 5. Unpack the first half of the next block while the second half of this one is multiplied. Behind the
         #    program's last block there is nothing to wait for; what is read there is never used.
         mbarrier.wait(full.index(at), turn, pred=left > u + 1)
-        low, raw, s, z = first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
+        low, raw, s, z = first_half(at, slot, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT, GROUPS)
     # 6. Drain: the last block's second half, and its stage.
     acc, high = warpgroup_mma_wait(0, deps=[acc, high])
     mbarrier.arrive(empty.index(done), count=1)
@@ -281,53 +290,89 @@ def _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, m0, n0, M, N, SC
 
 
 @gluon.jit
-def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, xs, ws, ss, zs, full, empty, N, M, KB,
-             waves, share, BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+def skip(at, turn, STAGES: gl.constexpr):
+    """The ring behind a block, two stages, of the other group."""
+    at, turn = advance(at, turn, STAGES)
+    return advance(at, turn, STAGES)
+
+
+@gluon.jit
+def _together(acc, meeting, turn, WG: gl.constexpr):
+    """Both groups' sums of a tile, in the first group; the second one hands its own over. turn: see `advance`."""
+    shared, full, empty = meeting
+    if WG == 1:
+        mbarrier.wait(empty.index(0), turn)
+        shared.store(acc)
+        mbarrier.arrive(full.index(0), count=1)
+    else:
+        mbarrier.wait(full.index(0), turn)
+        acc += shared.load(acc.type.layout)
+        mbarrier.arrive(empty.index(0), count=1)
+    return acc
+
+
+@gluon.jit
+def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meeting, xs, ws, ss, zs, full, empty, N, M,
+             KB, waves, share, BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
              SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
              BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
-             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Group WG of two: 64 rows of each tile."""
+             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, APART: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
+    """Group WG of two: 64 rows of each tile, or, if APART, every second block of the program's."""
     DT: gl.constexpr = xs.dtype
-    BN: gl.constexpr = 2 * ROWS
+    GROUPS: gl.constexpr = 1 if APART else 2
+    OF: gl.constexpr = 0 if APART else WG  # the group's rows of a tile
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
+    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, GROUPS * ROWS)
     step = steps * 0
     # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
-    left = steps
+    left = (steps + 1 - WG) // 2 if APART else steps
     at = 0
     turn = 0
     slot = 0
+    met = WG
+    if APART and WG == 1:
+        at, turn = skip(0, 0, STAGES)
+        slot = advance(0, 0, SLOTS)[0]
     if PDL and (TOKENS or SUMS):  # the previous kernel computes what the epilogue scales tokens by, or adds to them
         gdc_wait()
     # 1. Prologue: unpack the first half of the first block, so that every turn of the loop starts with a product.
-    mbarrier.wait(full.index(0), 0)
-    low, raw, s, z = first_half(0, 0, ws, ss, zs, DT, BITS, WG, EACH, SCALED, ZERO, DOT, ELEMENT)
+    mbarrier.wait(full.index(at), turn, pred=left > 0)
+    low, raw, s, z = first_half(at, slot, ws, ss, zs, DT, BITS, OF, EACH, SCALED, ZERO, DOT, ELEMENT, GROUPS)
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
+        own = end - begin
+        if APART:  # of the program's blocks, the even ones are the first group's
+            own = (step + own + 1 - WG) // 2 - (step + 1 - WG) // 2
         step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
         # 2. U blocks per turn, then the remainder one at a time. The last one unpacks the next tile's first half, so
         #    that the tensor cores start at once after the epilogue.
-        for _ in range((end - begin) // U):
+        for _ in range(own // U):
             acc, low, raw, s, z, at, turn, slot = blocks(
-                U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
+                U, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, OF, STAGES, SLOTS,
+                EACH, SCALED, ZERO, DOT, ELEMENT, GROUPS)  # fmt: skip
             left -= U
         if U > 1:
-            for _ in range((end - begin) % U):
+            for _ in range(own % U):
                 acc, low, raw, s, z, at, turn, slot = blocks(
-                    1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, WG, STAGES, SLOTS,
-                    EACH, SCALED, ZERO, DOT, ELEMENT)  # fmt: skip
+                    1, left, acc, low, raw, s, z, at, turn, slot, xs, ws, ss, zs, full, empty, BITS, OF, STAGES, SLOTS,
+                    EACH, SCALED, ZERO, DOT, ELEMENT, GROUPS)  # fmt: skip
                 left -= 1
         # 3. Epilogue, while the copying warp fills stages for the next tile: add up a shared tile, scale, round, store.
         complete = True
-        if SPREAD:
-            acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
-        if complete:
-            _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, tile_m * BM, tile_n * BN + WG * ROWS, M, N,
-                   SCALED, FACTOR, BIAS, PIECES, ZERO, TOKENS, SUMS)  # fmt: skip
+        if APART:
+            acc = _together(acc, meeting, met, WG)
+            met ^= 1
+        if OF == WG:
+            if SPREAD:
+                acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
+            if complete:
+                _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, tile_m * BM,
+                       tile_n * (GROUPS * ROWS) + OF * ROWS, M, N, SCALED, FACTOR, BIAS, PIECES, ZERO, TOKENS,
+                       SUMS)  # fmt: skip
     # 4. Shared memory must outlive the last store, which reads it.
     tma.store_wait(0)
 
@@ -338,6 +383,7 @@ def gemm_hopper(
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
     PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr,
+    APART: gl.constexpr = False,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
@@ -349,6 +395,7 @@ def gemm_hopper(
     powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
     TOKENS: x are codes, scaled by tokens, float32 ``(M,)``. SUMS: zero holds one float zero point per row, which sums
     of x, float32 ``(M,)``, are multiplied by; ZERO is 0.
+    APART: tiles have 64 rows, whose blocks the two warpgroups take in turn.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -361,7 +408,8 @@ def gemm_hopper(
     #    block's words, scales and zero points.
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
-    COUNT: gl.constexpr = 2 * (SLOTS if BITS == 4 else STAGES)
+    GROUPS: gl.constexpr = 1 if APART else 2
+    COUNT: gl.constexpr = GROUPS * (SLOTS if BITS == 4 else STAGES)
     ws = gl.allocate_shared_memory(w.dtype, [COUNT, w.block_shape[0], w.block_shape[1]], w.layout)
     ss = ws
     zs = ws
@@ -369,22 +417,30 @@ def gemm_hopper(
         ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, 2 * ROWS], scale.layout)
     if ZERO:
         zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1 if ZERO == UNITS else EACH, 2 * ROWS], zero.layout)
-    # A result buffer for each group: neither waits until the other's store has read its buffer.
+    # A result buffer for each group: neither waits until the other's store has read its buffer. If groups do not have
+    # rows of their own, the first one stores, and a buffer for the second one's sums takes the place.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
-    y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
-    # 3. Each of the two consumers reads every stage.
-    full, empty = ring(STAGES, 2)
+    y1 = y0
+    meeting = y0
+    if APART:
+        EXCHANGE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        handed, taken = ring(1, 1)
+        meeting = (gl.allocate_shared_memory(gl.float32, [ROWS, BM], EXCHANGE), handed, taken)
+    else:
+        y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
+    # 3. Each of the two consumers reads every stage, or every second pair of them.
+    full, empty = ring(STAGES, 1 if APART else 2)
     # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
     #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
     gl.warp_specialize([
-        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, xs, ws, ss, zs, full, empty, N, M,
-                    KB, waves, share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD,
-                    ELEMENT, FACTOR, TOKENS, SUMS, PDL)),
-        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, xs, ws, ss, zs, full, empty, N, M,
-                    KB, waves, share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U, SPREAD,
-                    ELEMENT, FACTOR, TOKENS, SUMS, PDL)),
+        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, meeting, xs, ws, ss, zs, full, empty,
+                    N, M, KB, waves, share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
+                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, APART, PDL)),
+        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, meeting, xs, ws, ss, zs, full, empty,
+                    N, M, KB, waves, share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
+                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, APART, PDL)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
-                    SLOTS, GROUP, EACH, SCALED, ZERO, PDL)),
+                    SLOTS, GROUP, EACH, SCALED, ZERO, APART, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

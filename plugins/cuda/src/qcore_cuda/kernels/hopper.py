@@ -46,10 +46,10 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def my_steps(N, M, BM: gl.constexpr, waves, share, KB):
-    """Tiles of BM tokens and of 128 rows of the weight, this program, all programs, and the steps of this one."""
+def my_steps(N, M, BM: gl.constexpr, waves, share, KB, BN: gl.constexpr = 128):
+    """Tiles of BM tokens and of BN rows of the weight, this program, all programs, and the steps of this one."""
     tiles_m = gl.cdiv(M, BM)
-    tiles_n = gl.cdiv(N, 128)
+    tiles_n = gl.cdiv(N, BN)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     return tiles_m, tiles_n, program, programs, steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)

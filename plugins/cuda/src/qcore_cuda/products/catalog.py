@@ -12,7 +12,7 @@ from .chunks import GEMV_CHUNKS, INT8_GEMV_CHUNKS
 from .dense import DENSE
 from .float32_split import FLOAT32_SPLIT, SplitRows
 from .gemm import GEMM
-from .gemm_hopper import GEMM_HOPPER
+from .gemm_hopper import GEMM_HOPPER, GEMM_HOPPER_64
 from .gemv import GEMV
 from .int8_gemv import INT8_GEMV
 from .int8_hopper import INT8_HOPPER
@@ -25,7 +25,8 @@ from .w4a8_hopper import W4A8_HOPPER
 from .w4a8_units_hopper import W4A8_UNITS_HOPPER
 
 FLOAT_PRODUCTS: tuple[FloatProduct[Any], ...] = (
-    GEMV, SLICES, GEMM_HOPPER, GEMV_CHUNKS, DENSE, GEMM, SplitRows(GEMV), SplitRows(SLICES), FLOAT32_SPLIT,
+    GEMV, SLICES, GEMM_HOPPER, GEMM_HOPPER_64, GEMV_CHUNKS, DENSE, GEMM, SplitRows(GEMV), SplitRows(SLICES),
+    FLOAT32_SPLIT,
 )  # fmt: skip
 INT8_PRODUCTS: tuple[Int8Product[Any], ...] = (
     INT8_HOPPER, W4A8_HOPPER, W4A8_GROUPS_HOPPER, W4A8_UNITS_HOPPER, INT8_GEMV, INT8_SLICES, INT8_GEMV_CHUNKS,

@@ -35,11 +35,16 @@ class Tokens(NamedTuple):
     split: int = 1
 
 
-def tile_choices(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Iterator[Tokens]:
-    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ."""
+def tile_choices(
+    problem: GemmProblem, sizes: Collection[int], columns: int, sms: int, rows: int = 128
+) -> Iterator[Tokens]:
+    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ.
+
+    ``rows``: of the weight in a tile.
+    """
     for bm in sizes:
         if problem.rows * 2 >= bm and (problem.rows <= 16 * bm or bm == max(sizes)):
-            tiles, blocks = tiles_of(problem.n, problem.rows, bm), -(-problem.k // columns)
+            tiles, blocks = tiles_of(problem.n, problem.rows, bm, rows), -(-problem.k // columns)
             spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
             yield from (Tokens(bm, split) for split in sorted(spreads.values()))
 
@@ -52,32 +57,34 @@ def best_tile(problem: GemmProblem, sizes: Collection[int], columns: int, sms: i
     return Tokens(bm, split)
 
 
-def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> Work:
+def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> Work:
     """The work of a launch with `tail_spread`; a step is a block of ``columns``."""
     blocks = -(-problem.k // columns)
-    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm), blocks, config.split, device.sms)
+    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm, rows), blocks, config.split, device.sms)
     rounds = waves + (share > 0)
     # A tile begins anywhere in a program's share, unless it is a whole number of shares.
     parts = 0.0 if not share else blocks / share if blocks % share == 0 else blocks / share + 1
     return Work(rounds * device.sms, (waves * blocks + share) / rounds, parts)
 
 
-def tail_apart(device: Device, problem: GemmProblem, config: Tokens, columns: int) -> bool:
+def tail_apart(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> bool:
     """`Product.apart` with `tail_spread`: tiles that cannot be split are computed as those that need not be."""
-    tiles, blocks = tiles_of(problem.n, problem.rows, config.bm), -(-problem.k // columns)
+    tiles, blocks = tiles_of(problem.n, problem.rows, config.bm, rows), -(-problem.k // columns)
     return config.split == 1 or tail_spread(tiles, blocks, config.split, device.sms).share > 0
 
 
-def tiles_of(n: int, m: int, bm: int) -> int:
-    """The number of tiles of 128 rows of the weight and ``bm`` tokens."""
-    return -(-n // 128) * -(-m // bm)
+def tiles_of(n: int, m: int, bm: int, rows: int = 128) -> int:
+    """The number of tiles of ``rows`` rows of the weight and ``bm`` tokens."""
+    return -(-n // rows) * -(-m // bm)
 
 
 class GemmHopper(FloatProduct[Tokens]):
-    """See `kernels.gemm_hopper`."""
+    """See `kernels.gemm_hopper`. **Fields:** ``rows``: of the weight in a tile; ``sizes``: tokens that it may have."""
 
     name: ClassVar[str] = "gemm_hopper"
     config = Tokens
+    rows: ClassVar[int] = 128
+    sizes: ClassVar[Collection[int]] = TILE_TIMES
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Sizes fit descriptors; scales are applied to the weight and rounded with it, or to the sum over all of K."""
@@ -91,13 +98,13 @@ class GemmHopper(FloatProduct[Tokens]):
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
         if problem.rows > 16:
-            yield from tile_choices(problem, TILE_TIMES, 128, device.sms)
+            yield from tile_choices(problem, self.sizes, 128, device.sms, self.rows)
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
-        return tail_work(device, problem, config, 128)
+        return tail_work(device, problem, config, 128, self.rows)
 
     def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
-        return tail_apart(device, problem, config, 128)
+        return tail_apart(device, problem, config, 128, self.rows)
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
         return copies_of_x(problem, 8) + copies_of_result(problem) + copies_for_sums(problem)
@@ -128,12 +135,12 @@ class GemmHopper(FloatProduct[Tokens]):
         data, scale, zero, *_ = weight
         (m, columns), n, bits, rows = x.shape, problem.n, problem.bits, ROWS.value
         bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
-        blocks = -(-columns // 128)
+        blocks, wide = -(-columns // 128), self.rows
         scaled, each, sums = not problem.one_group, parameter_rows(problem), sums_of(x, problem, device)
         pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
         y = result(m, n, problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
-        tiles = tiles_of(n, m, bm)
+        tiles = tiles_of(n, m, bm, wide)
         waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
         left = tiles - waves * programs if share else 0
         parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
@@ -152,10 +159,10 @@ class GemmHopper(FloatProduct[Tokens]):
             descriptor(y, (bm // pieces, rows)), parts,
             tracked(counters, 2 * left, x.device) if left else y,
             m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
-            BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled), GROUP=2048 // bm, EACH=each,
+            BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled, wide), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None, SUMS=sums is not None,
-            **options(device, 4),
+            APART=wide == rows, **options(device, 4),
         )  # fmt: skip
         return finished(y, n, device)
 
@@ -167,14 +174,17 @@ def blocks_of_a_turn(bm: int, bits: int) -> int:
     return 2 if bm <= 128 else 1
 
 
-def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool) -> int:
-    """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block."""
+def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool, rows: int = 128) -> int:
+    """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block; ``rows``: of the weight."""
     numbers = [weight.scale if scaled else None, weight.zero]
+    # Those of 128 rows, whatever the tile has: copies go to multiples of 128 bytes of shared memory.
     parameters = 128 * each * sum(t.element_size() for t in numbers if t is not None)
     parameters += 0 if weight.units is None else 512
-    slot = (8192 if weight.bits == 4 else 0) + parameters
-    stage = bm * 128 + (8192 if weight.bits == 8 else 0)
-    return room_for(stage, slot, 2 * bm // pieces * 128, _STAGES[weight.bits, bm])
+    slot = (64 * rows if weight.bits == 4 else 0) + parameters
+    stage = bm * 128 + (64 * rows if weight.bits == 8 else 0)
+    # Results of both warpgroups, or of one and the float32 sums of the other.
+    fixed = 2 * bm // pieces * 128 if rows == 128 else bm * 128 + bm * 256
+    return room_for(stage, slot, fixed, _STAGES[weight.bits, bm])
 
 
 def parameter_rows(problem: GemmProblem) -> int:
@@ -189,4 +199,21 @@ def parameter_rows(problem: GemmProblem) -> int:
     return 128 // problem.block if problem.group == problem.block and not problem.one_group else 0
 
 
+class GemmHopper64(GemmHopper):
+    """`GemmHopper` for few rows of the weight and long ones: the two warpgroups share the K of tiles of 64.
+
+    So half as many programs share a tile, whose sums they exchange through memory.
+    """
+
+    name: ClassVar[str] = "gemm_hopper_64"
+    rows: ClassVar[int] = 64
+    sizes: ClassVar[Collection[int]] = (128, 64, 32)
+
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
+        """None: `GemmHopper` has one."""
+        del device, problem
+        return None
+
+
 GEMM_HOPPER = GemmHopper()
+GEMM_HOPPER_64 = GemmHopper64()
