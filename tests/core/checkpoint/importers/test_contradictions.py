@@ -4,6 +4,7 @@ Each was read as other numbers, or ended in an error of torch.
 """
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -317,9 +318,24 @@ def test_8_bit_floats_without_scales_are_numbers(tmp_path):
     assert torch.equal(model.weight, weight.float())
 
 
-def test_scales_of_caches_are_left_out(tmp_path):
-    layer = frozen("fp8_block_ragged")
-    layer.tensors[layer.layer.replace("q_proj", "k_scale")] = torch.ones(())
+@pytest.mark.parametrize("case", ["fp8_block_ragged", "ct_w4a16_g128", "modelopt_nvfp4"])
+def test_scales_of_attention_are_left_out(case, tmp_path):
+    """llm-compressor writes zero points, too, whether or not its caches are symmetric: in the dtype of the codes."""
+    layer = frozen(case)
+    for part in ("q", "k", "v"):
+        layer.tensors[layer.layer.replace("q_proj", f"{part}_scale")] = torch.ones(())
+        layer.tensors[layer.layer.replace("q_proj", f"{part}_zero_point")] = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qcore.QcoreWarning)
+        module = load(layer, tmp_path)
+    assert layer.is_dense(module.weight.dequantize(torch.float32))
+
+
+def test_zero_points_of_results_are_left_out(tmp_path):
+    """Older versions of llm-compressor describe a cache as the results of k_proj and v_proj."""
+    layer = frozen("ct_w4a16_g128")
+    layer.tensors[f"{layer.layer}.output_scale"] = torch.ones(1)
+    layer.tensors[f"{layer.layer}.output_zero_point"] = torch.zeros(1, dtype=torch.int8)
     assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))
 
 

@@ -41,13 +41,16 @@ from .base import (
     plan_layers,
 )
 from .compressed_tensors_settings import Group, Groups, activation_of, check_transforms, groups_of
-from .fp8 import CACHE_SCALES, E8M0, fp8_format, scale_blocks, spread_scale
+from .fp8 import ATTENTION_PARAMETERS, E8M0, fp8_format, scale_blocks, spread_scale
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
 _KEEPS_ZEROS, _CROSSES_WORDS = 10, 20
 """Versions 0.x of the tool: earlier ones left out zero points that are all 0, and let no code cross words."""
-_UNUSED = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".weight_shape", *CACHE_SCALES)
+_UNUSED = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".weight_shape"),
+    *(".output_scale", ".output_zero_point", *ATTENTION_PARAMETERS),
+)
 
 
 class CompressedTensors:

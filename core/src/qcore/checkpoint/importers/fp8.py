@@ -39,8 +39,11 @@ from .base import (
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes in which files store scales that are powers of two."""
-CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""The ends of names of scales of key and value caches, which qcore does not quantize."""
+ATTENTION_PARAMETERS = (
+    *(f".{part}_{parameter}" for part in "qkv" for parameter in ("scale", "zero_point")),
+    *(".kv_scale", ".prob_output_scale"),
+)
+"""The ends of names of scales and zero points of queries and of key and value caches, which qcore does not quantize."""
 _SCALES = ("weight_scale_inv", "weight_scale")
 _STATIC = ("input_scale", "activation_scale")
 """Names of the scale of static activations: vLLM's and transformers'."""
@@ -60,8 +63,8 @@ class FP8:
         layers = (layer for scale in _SCALES for layer in source.layers(scale, "weight"))
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
         found.add(plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source))))
-        # The bound of fbgemm's activations, usually 1200, above which it clips, and scales of key and value caches.
-        found.dropped |= {name for name in source.entries if name.endswith((".input_scale_ub", *CACHE_SCALES))}
+        # The bound of fbgemm's activations, usually 1200, above which it clips.
+        found.dropped |= {name for name in source.entries if name.endswith((".input_scale_ub", *ATTENTION_PARAMETERS))}
         return found
 
 

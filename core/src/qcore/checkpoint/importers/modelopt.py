@@ -18,7 +18,7 @@ from ...formats import FLOAT_SCALES, Format
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers
-from .fp8 import CACHE_SCALES, plan_fp8
+from .fp8 import ATTENTION_PARAMETERS, plan_fp8
 
 _FORMAT = "fp4-g16-e4m3"
 _GROUP = 16
@@ -39,7 +39,7 @@ class ModelOpt:
     def plan(self, source: Source) -> Plan:
         """Every layer with ``weight_scale``."""
         plan = plan_layers(source.layers("weight_scale", "weight"), partial(_plan_layer, source))
-        plan.dropped |= {name for name in source.entries if name.endswith(CACHE_SCALES)}
+        plan.dropped |= {name for name in source.entries if name.endswith(ATTENTION_PARAMETERS)}
         return plan
 
 
