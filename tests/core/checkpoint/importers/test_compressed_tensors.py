@@ -5,6 +5,7 @@ import copy
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from foreign_layers import FrozenLayer, edited, frozen
@@ -95,6 +96,24 @@ def directory(tensors, groups, dense, **more):
 def test_every_number_of_bits(bits, zeros, k, pack, tmp_path):
     """0.20 of the tool packs bits one after the other, as `packed_words` does; older versions whole codes per word."""
     tensors, dense, weights = written(bits, n=32, zeros=zeros, k=k, pack=pack)
+    layer = directory(tensors, {"g": {"targets": ["Linear"], "weights": weights}}, dense)
+    assert torch.equal(read(layer, tmp_path).weight.dequantize(torch.float32), dense)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_for_the_tensor(bits, zeros, shape, tmp_path):
+    """The tool packs zero points of groups and channels only."""
+    tensors, _, weights = written(bits, k=64, group=64, zeros=zeros)
+    scale, point = torch.tensor(0.125).bfloat16(), torch.tensor(-3, dtype=torch.int8)
+    tensors[f"{LAYER}.weight_scale"] = scale.reshape(shape)
+    if zeros:
+        tensors[f"{LAYER}.weight_zero_point"] = point.reshape(shape)
+    packed = tensors[f"{LAYER}.weight_packed"].numpy().view("uint8")
+    unsigned = torch.from_numpy(packed if bits == 8 else np.stack((packed & 15, packed >> 4), -1).reshape(24, 64))
+    dense = (unsigned.float() - 2.0 ** (bits - 1) - (point.item() if zeros else 0)) * scale.float()
+    weights |= {"strategy": "tensor", "group_size": None}
     layer = directory(tensors, {"g": {"targets": ["Linear"], "weights": weights}}, dense)
     assert torch.equal(read(layer, tmp_path).weight.dequantize(torch.float32), dense)
 

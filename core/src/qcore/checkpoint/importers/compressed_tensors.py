@@ -10,7 +10,8 @@ codes and the quantization of activations. With h the centre of the codes:
 - ``weight_packed`` uint8 (N, K / 2), e2m1, low nibble first: with e8m0 scales for groups of 32 (MXFP4), or with e4m3fn
   ones for groups of 16 and ``weight_global_scale``, which divides them (NVFP4).
 
-Scales are (N, G). ``weight_g_idx`` (K,) is the group of each column; newer versions of the tool no longer read it.
+Scales are (N, G), or one for the tensor. ``weight_g_idx`` (K,) is the group of each column; newer versions of the tool
+no longer read it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 _REFUSED = ("marlin", "sparse", "dense", "bitmask")
 _KEEPS_ZEROS, _CROSSES_WORDS = 10, 20
 """Versions 0.x of the tool: earlier ones left out zero points that are all 0, and let no code cross words."""
+_ONE = ((), (1,), (1, 1))
+"""Shapes of a scale or zero point for the whole tensor."""
 _UNUSED = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".weight_shape"),
     *(".output_scale", ".output_zero_point", *ATTENTION_PARAMETERS),
@@ -163,11 +166,11 @@ def _packed_int(layer: _Layer) -> _Planned:
     _check_zeros(layer, -(-n // (32 // bits)) if whole else -(-n * bits // 32), (n, groups))
 
     def build(read: Read) -> QTensor:
-        packed, scale = read(names["weight_packed"]), read(names["weight_scale"]).reshape(n, groups).t()
+        packed, scale = read(names["weight_packed"]), _of_rows(read(names["weight_scale"]), n, groups)
         points = read(names["weight_zero_point"]) if has_zero else None
         if points is not None and points.dtype != torch.int8:
             points = signed(unpack_words(points, bits, n, dim=0, whole=whole), bits)
-        zero = None if points is None else points.t().contiguous()
+        zero = None if points is None else _of_rows(points, n, groups)
         if bits == 4 and order is None and k == 8 * words:
             data = packed.view(torch.uint8) ^ SIGN_OF_NIBBLES
             return QTensor(data, scale, zero, (n, k), format)
@@ -184,11 +187,15 @@ def _packed_int(layer: _Layer) -> _Planned:
 
 
 def _check_zeros(layer: _Layer, words: int, shape: tuple[int, int]) -> None:
-    """Raise `LayerRefused` unless zero points are packed along N, or in files of old versions whole, int8 (N, G)."""
+    """Raise `LayerRefused` unless zero points are packed along N, or whole, int8.
+
+    They are whole in files of old versions, (N, G), and if the tensor has one.
+    """
     if "weight_zero_point" not in layer.names:
         return
     found, whole = layer.shape("weight_zero_point"), layer.dtype("weight_zero_point") == torch.int8
-    if found != (shape if whole else (words, shape[1])):
+    one = whole and found in _ONE and layer.shape("weight_scale") in _ONE
+    if not one and found != (shape if whole else (words, shape[1])):
         raise LayerRefused(f"its zero points have shape {found}")
 
 
@@ -231,7 +238,7 @@ def _is_before(source: Source, minor: int) -> bool:
 def _groups(layer: _Layer, n: int) -> int:
     """The number of scales per row."""
     shape = layer.shape("weight_scale")
-    if shape in ((), (1,), (n,)):
+    if shape in (*_ONE, (n,)):
         return 1
     if len(shape) != 2 or shape[0] != n or not shape[1]:
         raise LayerRefused(f"its scales have shape {shape}; qcore reads (N, 1) and (N, G)")
@@ -246,12 +253,17 @@ def _whole_int(layer: _Layer) -> _Planned:
     format = int_format(4 if layer.group.bits <= 4 else 8, group_size(k, groups, layer.group.size), zero)
 
     def build(read: Read) -> QTensor:
-        scale = read(names["weight_scale"]).reshape(-1, groups).expand(n, groups).t().contiguous()
+        scale = _of_rows(read(names["weight_scale"]), n, groups)
         points = _as_int8(read(names["weight_zero_point"])) if has_zero else None
-        own = None if points is None else points.reshape(-1, groups).expand(n, groups).t().contiguous()
+        own = None if points is None else _of_rows(points, n, groups)
         return QTensor.from_codes(read(names["weight"]), scale, own, format)
 
     return (n, k), format, build, layer.dtype("weight_scale"), False
+
+
+def _of_rows(values: Tensor, n: int, groups: int) -> Tensor:
+    """Scales or zero points of rows and groups, or one for the whole tensor, as ``(G, N)``."""
+    return values.reshape(-1, groups).expand(n, groups).t().contiguous()
 
 
 def _as_int8(points: Tensor) -> Tensor:
