@@ -70,6 +70,8 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GGUFHeader:
     metadata, start = {}, file.tell()
     for _ in range(entries):
         key = reader.text()
+        if key in metadata:  # readers disagree about which one counts
+            raise file_error(path, f"its metadata has the key {shown(key)!r} twice.")
         metadata[key] = reader.value(reader.number("I"))
     pairs = start, file.tell(), entries
     infos = [_info(reader) for _ in range(count)]

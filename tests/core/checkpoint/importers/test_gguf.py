@@ -133,6 +133,15 @@ class TestRefused:
         with pytest.raises(qcore.CheckpointError, match="big-endian"):
             qcore.load_(model(), tmp_path / "m.gguf")
 
+    @pytest.mark.parametrize("heads", [4, 8])
+    def test_a_key_that_is_there_twice(self, heads, tmp_path):
+        """The first counts for gguf's reader, none for llama.cpp: rows of q would be in another order."""
+        raw = {"blk.0.attn_q.weight": ((32, 64), 2, bytes(18 * 64))}
+        twice = metadata("llama", attention__head_count=8) + metadata("llama", attention__head_count=heads)[1:]
+        (tmp_path / "m.gguf").write_bytes(file_of(raw, twice))
+        with pytest.raises(qcore.CheckpointError, match=r"key 'llama\.attention\.head_count' twice"):
+            qcore.load_(model(), tmp_path / "m.gguf")
+
     def test_every_truncation(self, tmp_path):
         whole = (FOLDER / "gguf_q4_0.gguf").read_bytes()
         path = tmp_path / "m.gguf"
@@ -187,9 +196,10 @@ def test_a_part_of_a_split_file(tmp_path):
 
 @pytest.mark.parametrize("shape", [(0, 64), (32, 0), (0, 0)])
 @pytest.mark.parametrize("kind", [2, 8])
-def test_weights_without_rows_or_columns(tmp_path, shape, kind):
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_weights_without_rows_or_columns(tmp_path, shape, kind, arch):
     path = tmp_path / "m.gguf"
-    path.write_bytes(file_of({NAMES[0]: (shape, kind, b"")}, metadata("qwen2")))
+    path.write_bytes(file_of({NAMES[0]: (shape, kind, b"")}, metadata(arch, attention__head_count=4)))
     with open_checkpoint(path) as archive:
         (name,) = archive.records
         assert archive.quantized(name).shape == shape[::-1]

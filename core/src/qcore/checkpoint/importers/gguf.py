@@ -199,4 +199,5 @@ class _Job:
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
             raise LayerRefused(f"{key} is {str(heads)[:20]}, which does not divide its {rows} rows")
         # llama.cpp rotates neighbouring rows, transformers the two halves of a head.
-        return lambda value: value.reshape(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(value.shape)
+        split = (heads, rows // heads // 2, 2)
+        return lambda value: value.reshape(*split, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
