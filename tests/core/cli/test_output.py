@@ -3,11 +3,14 @@
 import argparse
 import io
 import os
+import subprocess
 import sys
 import warnings
 
 import pytest
+import torch
 
+import qcore
 from qcore import QcoreWarning
 from qcore.cli import arguments, output, progress
 from qcore.cli.output import CommandResult, Table, show, size
@@ -62,6 +65,59 @@ def test_a_dumb_terminal_is_none(on_terminal, monkeypatch):
     terminal = on_terminal()
     monkeypatch.setenv("TERM", "dumb")
     assert not output.is_terminal(terminal)
+
+
+class Writer:
+    """What programs put in place of a stream, to write to a log."""
+
+    write = flush = None
+
+
+@pytest.mark.parametrize("stream", [None, Writer()])
+def test_a_process_without_a_console(stream, tmp_path, monkeypatch):
+    """A service, a program with windows alone: progress is shown if there is a terminal, which is asked first."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 8))
+    qcore.quantize_(model, "w8a16")
+    qcore.save(model, tmp_path / "m.safetensors")
+    qcore.load_(model, tmp_path / "m.safetensors")
+    qcore.convert(tmp_path / "m.safetensors", tmp_path / "copy")
+    assert qcore.report(model)
+
+
+def test_a_closed_stream_is_no_terminal():
+    stream = io.StringIO()
+    stream.close()
+    assert not output.is_terminal(stream)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("option", ["", "--json"])
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors in a shell")
+def test_commands_with_closed_streams(closed, option, model):
+    command = f"{sys.executable} -m qcore quantize model.safetensors small.safetensors --scheme w8a16 {option} {closed}"
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, cwd=model)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("3 quantized" in done.stdout or '"quantized": 3' in done.stdout) is (closed == "2>&-")
+    assert (model / "small.safetensors").is_file()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8:strict"])
+def test_names_that_the_output_cannot_encode(encoding, model, spawn):
+    names = ["\u6a21.safetensors", os.fsdecode(b"\xff.safetensors")] if os.name == "posix" else ["\u6a21.safetensors"]
+    commands = [("quantize", "model.safetensors", name, "--scheme", "w8a16") for name in names]
+    for name, done in zip(names, spawn(*commands, PYTHONIOENCODING=encoding), strict=True):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "3 quantized" in done.stdout
+        assert (model / name).is_file()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have a fixed encoding")
+def test_names_that_the_system_cannot_encode(model, spawn):
+    settings = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    (done,) = spawn(("quantize", "model.safetensors", "\u6a21.safetensors", "--scheme", "w8a16"), **settings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (model / "\u6a21.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def temporary_name(path: Path, save: str) -> str:
 
 def short_stem(name: str) -> str:
     """The start of a file's name, short enough that names of temporaries have at most 255 bytes."""
-    return os.fsencode(name)[:_STEM_BYTES].decode(errors="ignore") or "_"
+    return os.fsencode(name)[:_STEM_BYTES].decode(sys.getfilesystemencoding(), errors="ignore") or "_"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from .. import _version
 from ..errors import QcoreError
 from . import bench, conformance, convert, doctor, explain, inspect, new_plugin, plugins, quantize, tune
 from .arguments import Parser
-from .output import FAILED, INTERRUPTED, WRONG_USAGE, plain_warnings, show, stdout_kept_clean
+from .output import FAILED, INTERRUPTED, WRONG_USAGE, any_text_printed, plain_warnings, show, stdout_kept_clean
 
 _COMMANDS: tuple[Any, ...] = (
     doctor,
@@ -81,6 +81,11 @@ def _add(commands: Any, command: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ``qcore`` command and return its exit code."""
+    with any_text_printed():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     try:
         parsed = build_parser().parse_args(arguments)
     except SystemExit as ended:  # argparse has printed the help or an error

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -91,9 +93,37 @@ def show(result: CommandResult, as_json: bool) -> None:
             print(block.plain() if isinstance(block, Table) else block)
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether ``stream`` is an interactive terminal."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether ``stream`` is an interactive terminal. Processes without a console have None in its place."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):  # an object that can only write; a closed stream
+        return False
+
+
+@contextlib.contextmanager
+def any_text_printed() -> Iterator[None]:
+    """Let the standard streams take any text: they escape what they cannot encode, and drop it if they do not exist."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:
+                stack.callback(setattr, sys, name, None)
+                setattr(sys, name, stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")))
+            elif isinstance(stream, io.TextIOWrapper) and _can_fail(stream):
+                stack.callback(_reconfigure, stream, stream.errors)
+                _reconfigure(stream, "backslashreplace")
+        yield
+
+
+def _can_fail(stream: io.TextIOWrapper) -> bool:
+    is_unicode = stream.encoding.lower().startswith("utf")
+    return stream.errors == "strict" or (stream.errors == "surrogateescape" and not is_unicode)
+
+
+def _reconfigure(stream: io.TextIOWrapper, errors: str | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it flushes, which can fail; closed meanwhile
+        stream.reconfigure(errors=errors)
 
 
 def _show_rich(result: CommandResult) -> None:
@@ -121,6 +151,9 @@ def stdout_kept_clean(enabled: bool) -> Iterator[None]:
 def _descriptor_redirected() -> Iterator[None]:
     # Native libraries write to the descriptor, not to sys.stdout.
     sys.stdout.flush()
+    if not (_is_open(1) and _is_open(2)):
+        yield
+        return
     saved = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -128,6 +161,14 @@ def _descriptor_redirected() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -188,7 +188,8 @@ def _warn(text: str) -> None:
         warnings.warn(text, QcoreWarning, stacklevel=3)
     except QcoreWarning:
         # Warnings are errors here; raised in a guard or in the watchdog's thread, it would hit unrelated code.
-        sys.stderr.write(f"{text}\n")
+        if sys.stderr is not None:  # a process without a console has none
+            sys.stderr.write(f"{text}\n")
 
 
 # Terminating signals: a kernel that runs when one arrives is not at fault.
