@@ -1,4 +1,7 @@
-"""One directory, several savers and readers, and savers that die: what loads is the old state or the new one."""
+"""One directory, several savers and readers, and savers that die: what loads is the old state or the new one.
+
+Who was not told to overwrite a target replaces nothing that others put there meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from foreign_layers import FOLDER, frozen
 from grids import sampled
+
+import qcore
+from qcore.checkpoint import quantize_checkpoint, writing
 
 _SCRIPT = Path(__file__).with_name("crashing.py")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
@@ -35,3 +43,50 @@ def test_readers_see_whole_states_while_savers_are_killed(tmp_path, savers):
     assert found["loads"] > 30
     assert found["kills"] > 10
     assert found["values"] > 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("name", ["new.safetensors", "new.gguf"])
+def test_a_file_that_appears_meanwhile_stays(name, links, tmp_path, monkeypatch):
+    if not links:
+        monkeypatch.setattr("os.link", _no_links)
+    if name.endswith(".gguf"):
+        pytest.importorskip("gguf")
+    target, source = tmp_path / name, FOLDER / "gguf_q4_0.gguf"
+    to = "gguf" if target.suffix == ".gguf" else "qcore"
+    with pytest.raises(qcore.CheckpointError, match=r"created by another process.*\n.*overwrite"):
+        qcore.convert(source, target, to, progress=lambda *_: target.write_text("theirs"))
+    assert target.read_text() == "theirs"
+    qcore.convert(source, target, to, overwrite=True)
+    target.unlink()
+    qcore.convert(source, target, to)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def _no_links(*_):
+    raise PermissionError
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("job", ["quantize", "convert"])
+def test_a_directory_that_appears_meanwhile_stays(job, early, tmp_path, monkeypatch):
+    """Before the first tensor is written, or after: it was replaced with all files in it."""
+    target, source = tmp_path / "new", tmp_path / "source"
+
+    def appear(*_):
+        target.mkdir(exist_ok=True)
+        (target / "thesis.txt").write_text("years")
+
+    if job == "quantize":
+        qcore.save({"weight": torch.randn(8, 32)}, source)
+    else:
+        frozen("gptq_4_sym_v1_g128").write(source)
+    if early:
+        monkeypatch.setattr(writing, "_check_names", appear)
+    progress = False if early else appear
+    with pytest.raises(qcore.CheckpointError, match="created by another process"):
+        quantize_checkpoint(source, target, "w8a16", progress=progress) if job == "quantize" else qcore.convert(
+            source, target, progress=progress
+        )
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]

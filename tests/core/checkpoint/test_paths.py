@@ -158,3 +158,14 @@ def test_a_shard_of_any_number_of_digits(tmp_path):
 def test_patterns_are_texts(patterns):
     with pytest.raises(qcore.FormatError, match="is not a pattern"):
         qcore.quantize_(fresh(), "w8a16", exclude=patterns)
+
+
+def test_targets_with_impossible_names(tmp_path):
+    save(STATE, tmp_path / "m.safetensors")
+    for name in ("a" * 300, "b/" * 3000):
+        for run in (
+            lambda path: quantize_checkpoint(tmp_path / "m.safetensors", path, "w8a16"),
+            lambda path: save(STATE, path),
+        ):
+            with pytest.raises(CheckpointError, match="cannot be written: File name too long"):
+                run(tmp_path / name)

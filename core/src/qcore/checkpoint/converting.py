@@ -97,7 +97,8 @@ def convert(
     _check_form(target, to, dtype)
     limit = shard_limit(max_shard_size)
     single = target.suffix == ".safetensors"
-    check_target(source, target, overwrite=overwrite)
+    with translate_os_errors(target):
+        check_target(source, target, overwrite=overwrite)
     with open_checkpoint(source) as archive, translate_os_errors(target):
         if not archive.records:
             raise file_error(
@@ -108,15 +109,17 @@ def convert(
         run = _Run(archive, EXPORTERS[to]() if to in EXPORTERS else None, dtype)
         if to == GGUF:
             with shown(progress, "converting", "bytes") as tell:
-                return Conversion(method, to, tuple(archive.records), before, write_gguf(run.for_gguf(), target, tell))
+                written = write_gguf(run.for_gguf(), target, tell, overwrite=overwrite)
+            return Conversion(method, to, tuple(archive.records), before, written)
         if to in ONNX:
-            return Conversion(method, to, tuple(archive.records), before, _to_onnx(source, target, run, to, progress))
+            written = _to_onnx(source, target, run, to, progress, overwrite=overwrite)
+            return Conversion(method, to, tuple(archive.records), before, written)
         units = run.units(to)
         if not single and to == OWN and model_config(source):
             units += guards(units)
         with shown(progress, "converting", "bytes") as tell:
             done = _Counter(units, tell)
-            _write(source, target, units, run, done, limit)
+            _write(source, target, units, run, done, limit, overwrite=overwrite)
         return Conversion(method, to, tuple(archive.records), before, done.total)
 
 
@@ -137,22 +140,34 @@ def _check_form(target: Path, to: str, dtype: torch.dtype | None) -> None:
         raise file_error(target, f"a checkpoint for {to} needs a config.json next to it.", "Pass a directory.")
 
 
-def _to_onnx(source: Path, target: Path, run: _Run, to: str, progress: ProgressChoice) -> int:
+def _to_onnx(source: Path, target: Path, run: _Run, to: str, progress: ProgressChoice, *, overwrite: bool) -> int:
     """Write ONNX. Returns the bytes written."""
     with tempfile.TemporaryDirectory(prefix="qcore-") as folder, shown(progress, "converting", "steps") as tell:
         files = {} if target.suffix == ONNX_SUFFIX else _side_files(source, Path(folder), None)
-        return write_onnx(source, target, tell, is_gguf=run.is_gguf, standard=ONNX[to], side_files=files)
+        return write_onnx(
+            source, target, tell, is_gguf=run.is_gguf, standard=ONNX[to], side_files=files, overwrite=overwrite
+        )
 
 
-def _write(source: Path, target: Path, units: Sequence[Unit], run: _Run, done: _Counter, limit: int | None) -> None:
+def _write(
+    source: Path,
+    target: Path,
+    units: Sequence[Unit],
+    run: _Run,
+    done: _Counter,
+    limit: int | None,
+    *,
+    overwrite: bool,
+) -> None:
     if target.suffix == ".safetensors":
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, units, run.aliases, done)
+        write_file(target, units, run.aliases, done, overwrite=overwrite)
         return
     with tempfile.TemporaryDirectory(prefix="qcore-") as folder:
         files = _side_files(source, Path(folder), run.settings())
         files |= _gguf_metadata(run.archive, Path(folder))
-        write_directory(target, plan_shards(units, limit), run.aliases, done, side_files=files, exclusive=True)
+        shards = plan_shards(units, limit)
+        write_directory(target, shards, run.aliases, done, side_files=files, exclusive=True, overwrite=overwrite)
 
 
 class _Counter:

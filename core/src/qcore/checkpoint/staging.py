@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..errors import CheckpointError
+from .header import file_error
+
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 ABANDONED_SECONDS = 24 * 3600.0
@@ -99,10 +102,11 @@ class Rights:
 
 
 @contextlib.contextmanager
-def replace_atomically(path: Path, rights: Rights | None = None) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path, rights: Rights | None = None, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` if the block succeeds, and is removed if it raises.
 
-    The file gets ``rights``, or else the rights of the file that it replaces.
+    The file gets ``rights``, or else the rights of the file that it replaces. ``overwrite``: whether there may be one;
+    otherwise raises `CheckpointError`.
     """
     clean(path.parent, path.name)
     rights = rights or Rights.of(path)
@@ -115,11 +119,32 @@ def replace_atomically(path: Path, rights: Rights | None = None) -> Iterator[Bin
             if _fcntl is None:
                 file.close()  # Windows cannot rename an open file
             # On other systems the file is still locked, so that no other save considers it abandoned.
-            temporary.replace(path)
+            _publish(temporary, path, overwrite=overwrite)
     except BaseException:
         remove(temporary)
         raise
     sync(path.parent)
+
+
+def _publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
+    if not overwrite:
+        try:
+            os.link(temporary, path)  # which replaces nothing, unlike a rename
+        except FileExistsError:
+            raise appeared_error(path) from None
+        except OSError:  # a file system without links
+            if os.path.lexists(path):
+                raise appeared_error(path) from None
+        else:
+            temporary.unlink()
+            return
+    temporary.replace(path)
+
+
+def appeared_error(path: Path) -> CheckpointError:
+    """The error for a target that did not exist before, and must not be replaced."""
+    what = "it was created by another process while the checkpoint was written."
+    return file_error(path, what, "Choose another target, or pass overwrite=True (--overwrite).")
 
 
 def _new_file(path: Path, rights: Rights | None) -> tuple[Path, BinaryIO]:

@@ -115,7 +115,8 @@ def quantize_checkpoint(
     plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
-    check_target(source, target, overwrite=overwrite)
+    with translate_os_errors(target):
+        check_target(source, target, overwrite=overwrite)
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         _check_float(archive)
@@ -125,9 +126,10 @@ def quantize_checkpoint(
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
-            _into_file(target, units, aliases, run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, units, aliases, run.advance, overwrite=overwrite)
         else:
-            _into_directory(source, target, plan_shards(units, limit), aliases, run)
+            _into_directory(source, target, plan_shards(units, limit), aliases, run, overwrite=overwrite)
         return run.rows
 
 
@@ -353,13 +355,14 @@ def _other_contents(directory: Path) -> str | None:
     return None
 
 
-def _into_file(target: Path, units: Sequence[Unit], aliases: Aliases, run: _QuantizeRun) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_file(target, units, aliases, run.advance)
-
-
 def _into_directory(
-    source: Path, target: Path, shards: Sequence[Sequence[Unit]], aliases: Aliases, run: _QuantizeRun
+    source: Path,
+    target: Path,
+    shards: Sequence[Sequence[Unit]],
+    aliases: Aliases,
+    run: _QuantizeRun,
+    *,
+    overwrite: bool,
 ) -> None:
     """Write a directory, replacing an existing one; readers find the old checkpoint until the new one is complete."""
     files = side_files_of(source) if source.is_dir() else ()
@@ -371,7 +374,9 @@ def _into_directory(
             shards = [*shards[:-1], [*shards[-1], *guards(units)]]
             weights = [(unit.record, _scale_dtype(unit)) for unit in units if unit.record]
             side_files[CONFIG] = write_config(Path(scratch), config, settings_for(weights))
-        write_directory(target, shards, aliases, run.advance, side_files=side_files, exclusive=True)
+        write_directory(
+            target, shards, aliases, run.advance, side_files=side_files, exclusive=True, overwrite=overwrite
+        )
 
 
 def _scale_dtype(unit: Unit) -> torch.dtype:

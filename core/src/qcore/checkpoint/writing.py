@@ -33,6 +33,7 @@ from .model_config import CONFIG
 from .records import IMPORT_FIRST, SAVE, Record, write_notes
 from .staging import (
     Rights,
+    appeared_error,
     clean,
     create,
     new_id,
@@ -139,10 +140,13 @@ def plan_shards(units: Iterable[Unit], limit: int | None) -> list[list[Unit]]:
     return shards
 
 
-def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit) -> None:
-    """Write one safetensors file atomically. Raises `CheckpointError` if two tensors would have one name."""
+def write_file(path: Path, units: Sequence[Unit], aliases: Aliases, on_unit: OnUnit, *, overwrite: bool = True) -> None:
+    """Write one safetensors file atomically. Raises `CheckpointError` if two tensors would have one name.
+
+    ``overwrite``: as for `replace_atomically`.
+    """
     _check_names(path, units)
-    with replace_atomically(path) as file:
+    with replace_atomically(path, overwrite=overwrite) as file:
         _write_units(file, path, units, aliases.notes(units), on_unit)
 
 
@@ -186,17 +190,21 @@ def write_directory(
     *,
     side_files: Mapping[str, Path] | None = None,
     exclusive: bool = False,
+    overwrite: bool = True,
 ) -> None:
     """Write shards and index into a new or existing directory.
 
     ``side_files``: further files to copy, by their names in the directory; ``exclusive``: remove all other files of an
-    existing directory. Raises `CheckpointError` if two tensors would have one name.
+    existing directory; ``overwrite``: whether there may be one. Raises `CheckpointError` if there is nevertheless, and
+    if two tensors would have one name.
     """
     _check_names(path, [unit for shard in shards for unit in shard])
     save = new_id()
     saver = _DirectorySave(path, shards, aliases, on_unit, side_files or {}, save)
     clean(path.parent, path.name)
     if path.is_dir():
+        if not overwrite:
+            raise appeared_error(path)
         clean(path)
         beside = exclusive and can_be_replaced(path)
         with staging(path if beside else path / _STEM, save, mode=0o700) as stage:
@@ -218,8 +226,7 @@ def _put_in_place(stage: Path, saver: _DirectorySave, *, exclusive: bool) -> Non
         if not saver.path.is_dir():
             raise
         if exclusive:
-            what = "it was created by another process while the checkpoint was written."
-            raise file_error(saver.path, what, "Choose another target, or pass overwrite=True.") from None
+            raise appeared_error(saver.path) from None
         # Another save created the directory meanwhile: this one replaces its checkpoint.
         saver.publish(stage, exclusive=False)
     sync(saver.path.parent)

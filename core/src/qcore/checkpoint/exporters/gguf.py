@@ -75,11 +75,12 @@ class _Planned:
     data: Callable[[], Iterator[Tensor]]
 
 
-def write_gguf(source: GGUFSource, target: Path, tell: Progress) -> int:
+def write_gguf(source: GGUFSource, target: Path, tell: Progress, *, overwrite: bool) -> int:
     """Write a GGUF file atomically. Returns the bytes of its tensors.
 
-    ``tell``: called after each tensor with the bytes written, the total bytes and a name. Raises `CheckpointError` for
-    weights that no block type represents exactly and for models that GGUF cannot describe.
+    ``tell``: called after each tensor with the bytes written, the total bytes and a name; ``overwrite``: whether there
+    may be a file. Raises `CheckpointError` if there is nevertheless, for weights that no block type represents exactly
+    and for models that GGUF cannot describe.
     """
     model = _Described.of(source)
     planned = _plan(source, model)
@@ -88,7 +89,7 @@ def write_gguf(source: GGUFSource, target: Path, tell: Progress) -> int:
     pairs = model.pairs(planned)
     total, done = sum(one.spec.nbytes for one in tensors), 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replace_atomically(target) as file:
+    with replace_atomically(target, overwrite=overwrite) as file:
         file.write(build_gguf_header(pairs, [one.spec for one in tensors]))
         for one in tensors:
             written = 0

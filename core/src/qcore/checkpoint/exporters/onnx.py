@@ -22,7 +22,7 @@ from ...runtime.progress import Progress
 from ..exchanging import exchange, make_alike
 from ..header import file_error
 from ..loading import load_
-from ..staging import clean, new_id, remove, replace_atomically, short_stem, staging
+from ..staging import appeared_error, clean, new_id, remove, replace_atomically, short_stem, staging
 from .onnx_layers import replace_layers
 from .onnx_model import Traced, empty_model, traced
 
@@ -35,13 +35,21 @@ _MOST_BYTES = 2**31 - 2**24
 
 
 def write_onnx(
-    source: Path, target: Path, tell: Progress, *, is_gguf: bool, standard: bool, side_files: Mapping[str, Path]
+    source: Path,
+    target: Path,
+    tell: Progress,
+    *,
+    is_gguf: bool,
+    standard: bool,
+    side_files: Mapping[str, Path],
+    overwrite: bool,
 ) -> int:
     """Write a checkpoint's model to a ``.onnx`` file, or to a directory as ``model.onnx`` and ``model.onnx.data``.
 
     ``standard``: operators of ONNX only; ``side_files``: copied to a directory, by their names there; ``tell``: called
-    with steps done, all steps and the current step. Returns the bytes written. Raises `CheckpointError` for models that
-    cannot be built or traced, and for layers that ONNX cannot represent, naming them.
+    with steps done, all steps and the current step; ``overwrite``: whether ``target`` may exist. Returns the bytes
+    written. Raises `CheckpointError` for models that cannot be built or traced, and for layers that ONNX cannot
+    represent, naming them.
     """
     steps = ("loading the weights", "tracing", "writing")
     tell(0, len(steps), steps[0])
@@ -55,7 +63,7 @@ def write_onnx(
     program = _exported(traced(model, source), source)
     _set_int4(program, {f"model.{name}": shape for name, shape in packed.items()})
     tell(2, len(steps), steps[2])
-    written = _write(program, target, side_files)
+    written = _write(program, target, side_files, overwrite=overwrite)
     tell(3, len(steps), target.name)
     return written
 
@@ -100,13 +108,13 @@ def _set_int4(program: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         value.dtype, value.shape = onnx_ir.DataType.INT4, onnx_ir.Shape(shape)
 
 
-def _write(program: Any, target: Path, side_files: Mapping[str, Path]) -> int:
+def _write(program: Any, target: Path, side_files: Mapping[str, Path], *, overwrite: bool) -> int:
     if target.suffix == SUFFIX:
         nbytes = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
         if nbytes > _MOST_BYTES:
             raise file_error(target, f"its weights take {nbytes:,} bytes; the limit is 2 GiB.", "Pass a directory.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replace_atomically(target) as file:
+        with replace_atomically(target, overwrite=overwrite) as file:
             return file.write(program.model_proto.SerializeToString())
     clean(target.parent, target.name)
     save = new_id()
@@ -116,6 +124,8 @@ def _write(program: Any, target: Path, side_files: Mapping[str, Path]) -> int:
             shutil.copyfile(path, stage / name)
         program.save(stage / MODEL_FILE, external_data=True)
         written = sum(path.stat().st_size for path in stage.glob(f"{MODEL_FILE}*"))
+        if not overwrite and target.exists():
+            raise appeared_error(target)
         _publish(stage, target, save)
     return written
 
