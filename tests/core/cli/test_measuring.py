@@ -34,6 +34,14 @@ def test_bench_points_at_a_kernel_slower_than_the_fallback(run, add_kernel, monk
     assert "quick.stub for" not in out
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_sizes_for_which_there_is_no_memory(command, run):
+    huge = ("--n", "999999999", "--k", "999999999", "--rows", "1", "--seconds", "0.001")
+    code, out, err = run(command, "--scheme", "w8a16", *huge)
+    assert (code, out) == (2, "")
+    assert err == "qcore: there is not enough memory.\nUse smaller sizes, or a machine with more memory.\n"
+
+
 def test_bench_takes_per_token_codes(run_json):
     code, found = run_json("bench", "--scheme", "w4a8-g32-asym-token", *QUICK)
     assert code == 0

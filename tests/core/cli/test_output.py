@@ -169,7 +169,7 @@ def test_byte_counts(text, count):
     assert arguments.byte_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GB", "GB", "4XB", "nan"])
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "GB", "4XB", "nan", "9" * 400, f"1.{'1' * 400}"])
 def test_wrong_byte_counts(text):
     with pytest.raises(argparse.ArgumentTypeError):
         arguments.byte_count(text)

@@ -111,12 +111,24 @@ def _run(parsed: argparse.Namespace) -> int:
         return FAILED
     except (QcoreError, OSError) as error:
         return _report(error, parsed.debug)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _report(
+            error, parsed.debug, "there is not enough memory.\nUse smaller sizes, or a machine with more memory."
+        )
     return int(result.code)
 
 
-def _report(error: BaseException, debug: bool) -> int:
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python or torch found no memory; for the CPU torch has no class of such errors."""
+    named = {"MemoryError", "OutOfMemoryError"} & {kind.__name__ for kind in type(error).__mro__}
+    return bool(named) or "DefaultCPUAllocator" in str(error)
+
+
+def _report(error: BaseException, debug: bool, text: str = "") -> int:
     if debug:
         traceback.print_exception(error)
     else:
-        print(f"qcore: {error}", file=sys.stderr)
+        print(f"qcore: {text or error}", file=sys.stderr)
     return WRONG_USAGE

@@ -92,7 +92,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 def byte_count(text: str) -> int:
     """A size with a unit: ``4GB``, ``512MiB``, ``1000``."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]i?)?b?", text.strip().lower())
     value = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4GB, 512MiB or 1000000")
