@@ -86,6 +86,20 @@ def test_static_activations(method, tmp_path):
     assert module.scheme.activation == qcore.StaticFP8(0.03125)
 
 
+def test_static_activations_without_a_scale(tmp_path):
+    layer, _ = written(("weight_scale", scales()), settings={"quant_method": "fp8", "activation_scheme": "static"})
+    with pytest.warns(qcore.QcoreWarning, match=r"no input_scale for its static activations: .* at run time"):
+        module = read(layer, tmp_path)
+    assert module.scheme.activation == qcore.DynamicFP8()
+
+
+def test_dynamic_activations_with_a_scale(tmp_path):
+    """The tools do not read it."""
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    layer, _ = written(("weight_scale", scales()), settings=settings, input_scale=torch.tensor([0.03125]))
+    assert read(layer, tmp_path).scheme.activation == qcore.DynamicFP8()
+
+
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (200, 130)])
 @pytest.mark.parametrize("power", [False, True])
 def test_fused_experts(n, k, power, tmp_path):

@@ -117,7 +117,9 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
     format = fp8_format(group, powers=scale.dtype in E8M0)
-    static = next((f"{layer}.{part}" for part in _STATIC if f"{layer}.{part}" in source.entries), None)
+    stored = [f"{layer}.{part}" for part in _STATIC if f"{layer}.{part}" in source.entries]
+    kind = source.settings.get("activation_scheme")
+    static = stored[0] if stored and kind != "dynamic" else None
     activation = StaticFP8() if static else DynamicFP8(group)
 
     def build(read: Read) -> QTensor:
@@ -131,6 +133,9 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
     )
     if static:
         plan.tensors.append(input_scale(source, layer, static))
+    plan.dropped.update(name for name in stored if name != static)  # the tools do not read them either
+    if kind == "static" and not static:
+        plan.notes[layer] = "it has no input_scale for its static activations: their scales are computed at run time"
 
 
 def scale_blocks(
