@@ -244,6 +244,32 @@ def test_a_dtype_that_overflows(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dtype_in_which_zero_points_overflow(tmp_path):
+    scale, zero = torch.ones(2, 16), torch.full((2, 16), 7e4)
+    weight = qcore.QTensor.from_codes(
+        torch.ones(16, 64, dtype=torch.int8), scale, zero, qcore.Format.parse("int8-g32-fzp")
+    )
+    qcore.save({"up.weight": weight}, tmp_path / "in")
+    with pytest.raises(qcore.CheckpointError, match=r"'up\.weight': its zero points are not finite in torch.float16"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["qcore", "gptq"])
+@pytest.mark.parametrize(("size", "loss"), [(1e-9, "100%"), (1e-7, "19%"), (1e-3, None), (0.0, None)])
+def test_a_dtype_in_which_scales_vanish(to, size, loss, tmp_path):
+    """One tiny group beside others costs nothing; scales that are all too small cost the whole weight."""
+    scale = torch.full((2, 16), size)
+    scale[0, 0] = size / 1e5
+    weight = qcore.QTensor.from_codes(torch.ones(16, 64, dtype=torch.int8), scale, None, qcore.Format.parse("int8-g32"))
+    qcore.save({"up.weight": weight}, tmp_path / "in")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        qcore.convert(tmp_path / "in", tmp_path / "out", to, dtype=torch.float16)
+    assert len(said) == (loss is not None)
+    assert loss is None or f"scales of 'up.weight' by up to {loss}" in str(said[0].message)
+
+
 @pytest.mark.parametrize("to", ["qcore", "gptq"])
 def test_tied_weights(to, tmp_path):
     net = saved(tmp_path / "in", "w4a16-g32", tied=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, did_you_mean, dtype_name
+from ..errors import CheckpointError, QcoreWarning, did_you_mean, dtype_name
 from ..formats import FLOAT_SCALES, PLAIN, ScaleType, ZeroPoint
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.qtensor import QTensor
@@ -27,6 +28,7 @@ from .exporters.onnx import SUFFIX as ONNX_SUFFIX
 from .exporters.onnx import write_onnx
 from .gguf_archive import METADATA, describe_gguf, description_bytes
 from .header import TensorSpec, file_error
+from .header import shown as shown_name
 from .imported import ImportedArchive
 from .importers.base import LayerRefused
 from .model_config import CONFIG, folder_of, model_config, read_json, settings_for, write_config
@@ -41,6 +43,9 @@ ONNX = {"onnx": False, "onnx-qdq": True}
 """ONNX targets, and whether each uses operators of the standard only."""
 _OTHER_SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
 """Side files in which other tools keep settings of the source; they do not describe the target."""
+
+_MOST_LOSS = 0.01
+"""The part of the largest scale of a weight that rounding may take without a warning: bfloat16 takes 0.004."""
 
 
 def target_names() -> list[str]:
@@ -186,6 +191,7 @@ class _Run:
 
     def __init__(self, archive: Archive, exporter: Exporter | None, dtype: torch.dtype | None) -> None:
         self.archive, self.exporter, self.dtype = archive, exporter, dtype
+        self.warned: set[str] = set()
         weights = set(archive.records)
         if exporter is None:
             tied = {name: record for name, record in archive.records.items() if name in archive.aliases}
@@ -264,10 +270,24 @@ class _Run:
             return weight
         zero = weight.zero if weight.zero is None or weight.zero.dtype == torch.int8 else weight.zero.to(scale)
         found = weight.scale.to(scale)
-        if not bool(torch.isfinite(found.float()).all()):
-            what = f"its scales are not finite in {scale}; the largest is {float(weight.scale.abs().max()):g}."
-            raise file_error(self.archive.path, what, "Choose another dtype.", record.name)
+        for part, old, new in (("scales", weight.scale, found), ("zero points", weight.zero, zero)):
+            if old is not None and new is not None and not bool(torch.isfinite(new.float()).all()):
+                what = f"its {part} are not finite in {scale}; the largest is {float(old.abs().max()):g}."
+                raise file_error(self.archive.path, what, "Choose another dtype.", record.name)
+        if record.name not in self.warned:
+            self._warn_of_loss(record.name, weight.scale.float(), found.float())
         return replace(weight, scale=found, zero=zero)
+
+    def _warn_of_loss(self, name: str, exact: Tensor, found: Tensor) -> None:
+        """Warn if the largest scales of a weight are too small for their new dtype."""
+        largest = float(exact.abs().max()) if exact.numel() else 0.0
+        lost = float((found - exact).abs().max()) / largest if largest else 0.0
+        if lost > _MOST_LOSS:
+            self.warned.add(name)
+            what = (
+                f"rounding changes the scales of {shown_name(name)!r} by up to {lost:.0%}: the largest is {largest:g}."
+            )
+            warnings.warn(f"{self.archive.path}: {what}\nChoose another dtype.", QcoreWarning, stacklevel=2)
 
     def _exported(self, exporter: Exporter, to: str) -> list[Unit]:
         units: list[Unit] = []
