@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from .records import Record
 from .values import check_weight
 
 _T = TypeVar("_T")
+_MOST_OF_NOTHING = 1 << 18
+"""The largest product of the other dimensions of a weight without elements."""
 _REMEDY = "The file is damaged, or its config.json belongs to another one: download both again."
 
 
@@ -54,6 +57,11 @@ class ImportedArchive(Archive):
         return found
 
     def _add_weight(self, weight: ForeignWeight, shards: Mapping[str, Path]) -> None:
+        if 0 in weight.shape and math.prod(filter(None, weight.shape)) > _MOST_OF_NOTHING:
+            # No bytes of the file bound the number of its scales, or that of its experts.
+            raise file_error(
+                self.path, f"its shape is {tuple(weight.shape)}, although it is empty.", _REMEDY, weight.name
+            )
         record = Record(weight.name, weight.scheme.weight, weight.shape, None, weight.scheme.blank(), weight.order)
         *experts, n, k = weight.shape
         try:

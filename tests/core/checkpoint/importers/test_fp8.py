@@ -119,6 +119,17 @@ def test_fused_experts(n, k, power, tmp_path):
 
 
 class TestRefused:
+    @pytest.mark.parametrize("shape", [(1 << 24, 0, 128), (1 << 20, 128, 0), (1 << 32, 0)])
+    def test_any_number_of_scales_without_weights(self, shape, tmp_path):
+        *experts, n, k = shape
+        blocks = (*experts, -(-n // 128), -(-k // 128)) if experts else ()
+        names = ("fc", "fc_scale_inv") if experts else ("fc.weight", "fc.weight_scale")
+        tensors = dict(zip(names, (torch.empty(shape, dtype=torch.float8_e4m3fn), torch.ones(blocks)), strict=True))
+        settings = {"quant_method": "fp8", **({"weight_block_size": [128, 128]} if experts else {})}
+        FrozenLayer("", tensors, {"config": json.dumps({"quantization_config": settings})}, None).write(tmp_path)
+        with pytest.raises(qcore.CheckpointError, match="although it is empty"):
+            qcore.convert(tmp_path, tmp_path.with_name("out"))
+
     @pytest.mark.parametrize(
         "change",
         [

@@ -194,6 +194,15 @@ def test_a_part_of_a_split_file(tmp_path):
         qcore.convert(path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("shape", [(32, 0, 1 << 24), (0, 32, 1 << 40), (0, 0, 1 << 24), (0, 1 << 16, 1 << 16)])
+def test_any_number_of_experts_that_take_no_bytes(tmp_path, shape):
+    """A file of a few bytes kept whoever read it busy for minutes, or took all memory."""
+    raw = {f"blk.0.ffn_{part}_exps.weight": (shape, 2, b"") for part in ("gate", "up", "down")}
+    (tmp_path / "m.gguf").write_bytes(file_of(raw, metadata("qwen3moe")))
+    with pytest.raises(qcore.CheckpointError, match="although it is empty"):
+        qcore.convert(tmp_path / "m.gguf", tmp_path / "out")
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (32, 0), (0, 0)])
 @pytest.mark.parametrize("kind", [2, 8])
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
