@@ -331,9 +331,10 @@ def test_scales_of_attention_are_left_out(case, tmp_path):
     assert layer.is_dense(module.weight.dequantize(torch.float32))
 
 
-def test_zero_points_of_results_are_left_out(tmp_path):
-    """Older versions of llm-compressor describe a cache as the results of k_proj and v_proj."""
-    layer = frozen("ct_w4a16_g128")
+@pytest.mark.parametrize("case", ["fp8_block_ragged", "ct_w4a16_g128"])
+def test_scales_of_results_are_left_out(case, tmp_path):
+    """Older tools describe queries and caches as the results of q_proj, k_proj and v_proj."""
+    layer = frozen(case)
     layer.tensors[f"{layer.layer}.output_scale"] = torch.ones(1)
     layer.tensors[f"{layer.layer}.output_zero_point"] = torch.zeros(1, dtype=torch.int8)
     assert layer.is_dense(load(layer, tmp_path).weight.dequantize(torch.float32))

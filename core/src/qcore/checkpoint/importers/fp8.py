@@ -40,7 +40,12 @@ from .base import (
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes in which files store scales that are powers of two."""
 ATTENTION_PARAMETERS = (
-    *(f".{part}_{parameter}" for part in "qkv" for parameter in ("scale", "zero_point")),
+    *(
+        f".{part}{own}_{parameter}"
+        for part in "qkv"
+        for own in ("", "_proj.output")
+        for parameter in ("scale", "zero_point")
+    ),
     *(".kv_scale", ".prob_output_scale"),
 )
 """The ends of names of scales and zero points of queries and of key and value caches, which qcore does not quantize."""
