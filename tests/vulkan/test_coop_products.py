@@ -14,12 +14,19 @@ import qcore
 from qcore.contracts import LINEAR
 from qcore.weights.schemes import Scheme
 from qcore_vulkan.steps import fragments, selection
-from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, TileShape
+from qcore_vulkan.steps.gpu_kernels import TERMS, CoopF16, CoopFragments, CoopGemv, CoopInt8, TileShape
 
-SCHEMES = ("w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp")
+SCHEMES = (
+    "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w8a16", "w8a16-g5-asym", "w8a16-fzp", "w4a16-g16-asym",
+    "w4a16-g16-fzp", "w8a16-g16", "w8a16-g16-asym",
+)  # fmt: skip
 TABLES = ("wfp4a16-g32-e8m0", "wfp4a16-g16-e4m3", "wnf4a16-g64", "wfp4a16-g64-fzp", "wnf4a16", "wfp4_bnba16-g64-fzp")
-BYTES = ("wfp8a16", "wfp8a16-g32-e8m0", "wfp8a16-g96", "wfp8a16-g64-fzp")
-INT4_SCHEMES = ("w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256")
+BYTES = ("wfp8a16", "wfp8a16-g32-e8m0", "wfp8a16-g96", "wfp8a16-g64-fzp", "wfp8a16-g16")
+INT4_SCHEMES = (
+    "w4a16", "w4a16-g128", "w4a16-g32-asym", "w4a16-g32-fzp", "w4a16-g64", "w4a16-g96-asym", "w4a16-g256", "w4a16-g16",
+    "w4a16-g16-asym", "w4a16-g16-fzp",
+)  # fmt: skip
+INT = ("w8a8", "w8a8-g16-aasym", "w4a8-g16-asym-aasym", "w4a8-g16-fzp", "w8a8-fzp-aasym", "w4a8-g32-asym", "w8a8-g7")
 SIZES = ((5, 33, 200), (19, 40, 608), (33, 24, 2080))
 
 
@@ -95,6 +102,30 @@ def test_products_are_right(vulkan, monkeypatch, matrix, scheme, dtype):  # noqa
     for (m, n, k), kb, splits in zip(SIZES, (1, 2, 1), (1, 1, 3), strict=True):
         only(monkeypatch, vulkan, lambda p, kb=kb, s=splits: kernel(vulkan, matrix, p.x_dtype, kb, s))
         assert_right(vulkan, drawn(scheme, m, n, k, dtype, bias="same"))
+
+
+@pytest.mark.parametrize("scheme", INT)
+def test_products_of_int8_are_right(vulkan, monkeypatch, scheme):  # noqa: F811
+    shape, lanes = selection._matrix(vulkan.description, "s8", "s32"), vulkan.description.subgroup.size
+    if shape is None:
+        pytest.skip("this device has no cooperative matrices of int8 that kernels take")
+    m, n, _ = shape
+    for size, kb, splits in zip(SIZES, (1, 2, 4), (1, 1, 3), strict=True):
+        tile = TileShape(4 * m, 4 * n, 2 * m, 2 * n, kb)
+        only(monkeypatch, vulkan, lambda _, t=tile, s=splits: CoopInt8(t, shape, lanes, s))
+        assert_right(vulkan, drawn(scheme, *size, bias="same"))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g16-asym", "w8a16-g16", "w8a16-g16-asym", "w4a16-g32-asym", "w8a16"])
+@pytest.mark.parametrize("tn", [8, 16])
+def test_few_rows_are_right(vulkan, monkeypatch, scheme, tn):  # noqa: F811
+    d = vulkan.description
+    if not (d.subgroup.min <= 32 <= d.subgroup.max and d.has_matrix((16, tn, 16), "f16", "f32")):
+        pytest.skip("this device has no cooperative matrices that kernels of few rows take")
+    for lanes, r, chunk in ((32, 1, 2), (256, 2, 4), (512, 4, 2)):
+        only(monkeypatch, vulkan, lambda _, a=(lanes, r, chunk): CoopGemv(*a, tn))
+        for m, n, k in ((3, 64, 200), (17, 27, 1040)):
+            assert_right(vulkan, drawn(scheme, m, n, k, torch.bfloat16, bias="same"))
 
 
 @pytest.mark.parametrize("in_registers", [False, True])

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from vulkan_problems import vulkan  # noqa: F401
+from vulkan_weights import same, weight_of
 
 from qcore import PLAIN_INT32, Format, QTensor, ZeroPoint
 from qcore_vulkan import layout
@@ -14,29 +15,10 @@ from qcore_vulkan.layout import Geometry, Packed, download, pack, unpack, upload
 
 FORMATS = (
     "int8", "int8-asym", "int8-fzp", "int8-g32", "int8-g64-asym", "int8-g5-fzp", "int4", "int4-asym", "int4-fzp",
+    "int8-g16", "int8-g16-fzp", "int4-g16-asym", "int4-g9-fzp",
     "int4-g32", "int4-g48-asym", "int4-g128-fzp", "int4-g32-asym/plain_int32", "int4/plain_int32",
 )  # fmt: skip
 SHAPES = ((1, 1), (3, 5), (8, 32), (20, 77), (33, 168), (129, 256))
-
-
-def weight_of(text: str, n: int, k: int, dtype: torch.dtype = torch.float32) -> QTensor:
-    fmt = Format.parse(text)
-    generator = torch.Generator().manual_seed(n * k)
-    low, high = fmt.code_range
-    codes = torch.randint(low, high + 1, (n, k), generator=generator).to(torch.int8)
-    scale = (torch.rand(fmt.groups(k), n, generator=generator) + 0.1).to(dtype)
-    zero = None
-    if fmt.zero is ZeroPoint.INT:
-        zero = torch.randint(low, high + 1, scale.shape, generator=generator).to(torch.int8)
-    elif fmt.zero is ZeroPoint.FLOAT:
-        zero = torch.randn(scale.shape, generator=generator).to(dtype)
-    return QTensor.from_codes(codes, scale, zero, fmt)
-
-
-def same(a: QTensor, b: QTensor) -> bool:
-    if (a.shape, a.format, a.scale.dtype) != (b.shape, b.format, b.scale.dtype):
-        return False
-    return all(torch.equal(mine, b.tensors()[name]) for name, mine in a.tensors().items())
 
 
 def geometry(weight: QTensor) -> Geometry:
@@ -55,9 +37,9 @@ def test_unpacked_is_what_was_packed(text, shape):
 def stored_code(packed: Packed, g: Geometry, n: int, k: int) -> int:
     """The code of (n, k), by the formula of the module's docstring."""
     group, column = divmod(k, g.group)
-    block, column = group * g.blocks + column // 32, column % 32
+    block, column = divmod(group * g.steps * 16 + column, 32)
     p, each = g.bits // 4, 16 if g.bits == 8 else 32
-    total = g.groups * g.blocks
+    total = g.row_blocks
     vector = ((n // 8) * total + block) * 8 * p + 8 * (column // each) + n % 8
     data = packed.codes.view(torch.uint8).view(-1, 16)[vector].tolist()
     if g.bits == 8:
@@ -68,7 +50,7 @@ def stored_code(packed: Packed, g: Geometry, n: int, k: int) -> int:
     return (byte >> 4 if place >= 4 else byte & 15) - 8
 
 
-@pytest.mark.parametrize("text", ["int8-g40", "int4-g40", "int8", "int4"])
+@pytest.mark.parametrize("text", ["int8-g40", "int4-g40", "int8", "int4", "int8-g16", "int4-g16", "int4-g7"])
 def test_codes_are_where_the_docstring_says(text):
     weight = weight_of(text, 11, 93)
     g = geometry(weight)
@@ -77,7 +59,7 @@ def test_codes_are_where_the_docstring_says(text):
     assert packed.codes.numel() * 4 == 16 * g.row_bytes  # two times eight rows
 
 
-@pytest.mark.parametrize("text", ["int8-g40-asym", "int4-g40-asym", "int4-fzp", "int8"])
+@pytest.mark.parametrize("text", ["int8-g40-asym", "int4-g40-asym", "int4-fzp", "int8", "int8-g32-asym"])
 def test_parameters_and_sums(text):
     weight = weight_of(text, 11, 93)
     g = geometry(weight)

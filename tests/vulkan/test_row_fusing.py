@@ -22,7 +22,10 @@ from qcore_vulkan.steps.row_kernel import Around, Heads, RowGemv
 from qcore_vulkan.steps.row_linear import row_kernel, row_linear
 
 GATES = {"silu_mul": F.silu, "gelu_mul": F.gelu, "gelu_tanh_mul": lambda x: F.gelu(x, approximate="tanh")}
-SCHEMES = ["w4a16-g32", "w4a16-g64-asym", "w4a16-g32-fzp", "w8a16", "w8a8", "w4a8-g32-asym", "wnf4a16-g64"]
+SCHEMES = [
+    "w4a16-g32", "w4a16-g64-asym", "w4a16-g32-fzp", "w8a16", "w8a8", "w4a8-g32-asym", "wnf4a16-g64", "w4a16-g16-asym",
+    "w8a8-g16",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -147,20 +147,21 @@ def test_the_order_of_capabilities(rich):
     assert first(poorest, "gemm_float", 1, "int4-g128", half).variant == "gemm_float_shared"
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int8-g32", "int4-g32", "int4-g96", "int4-g128", "int4-g512"])
+@pytest.mark.parametrize("fmt", ["int8", "int8-g16", "int4-g16", "int8-g32", "int4-g96", "int4-g128", "int4-g512"])
 @pytest.mark.parametrize("op", ["gemm_float", "gemm_int"])
 def test_tiles_fit_into_groups(rich, op, fmt):
     for m in (1, 8, 16, 100, 512):
         asked = problem(op, m, fmt, torch.bfloat16, k=1536)
         for kernel in selection.candidates(rich, asked):
             if isinstance(kernel, (CoopF16, CoopInt8)):
-                assert asked.geometry.blocks % kernel.shape.blocks(asked.geometry) == 0
+                whole = asked.geometry.row_blocks if "g16" in fmt else asked.geometry.steps // 2
+                assert whole % kernel.shape.blocks(asked.geometry) == 0
             if kernel.variant == "gemv_coop":
                 fold = kernel.constants(asked.geometry)[3]
                 assert (
                     fold == 0
                     if asked.geometry.groups == 1
-                    else asked.geometry.blocks % fold == kernel.chunk % fold == 0
+                    else asked.geometry.steps % fold == 2 * kernel.chunk % fold == 0
                 )
 
 

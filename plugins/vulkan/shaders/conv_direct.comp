@@ -36,18 +36,19 @@ layout(binding = 6) readonly buffer Bias { float bias[]; };
 // Stored codes of four columns: word i of group g of row n of the weight.
 ivec4 weight_codes(uint n, uint g, uint i) {
     const uint vectors = BITS / 4u;
-    uint block = g * push.blocks + i / 8u;
-    uint vector = ((n / 8u) * push.groups * push.blocks + block) * vectors * 8u + n % 8u;
+    uint place = g * push.steps * 4u + i;
+    uint vector = (n / 8u) * push.groups * push.steps * BITS + place / 8u * vectors * 8u + n % 8u;
+    i = place % 8u;
     if (BITS == 8u) {
-        uint word = codes[(vector + (i % 8u) / 4u * 8u) * 4u + i % 4u];
+        uint word = codes[(vector + i / 4u * 8u) * 4u + i % 4u];
         return VALUES != 0u ? ivec4(unpack_unsigned(word)) : unpack_bytes(word);
     }
-    uint word = codes[vector * 4u + (i % 8u) / 2u];
+    uint word = codes[vector * 4u + i / 2u];
     return ivec4(unpack_unsigned((i % 2u == 0u ? word : word >> 4) & 0x0f0f0f0fu));
 }
 
 uint words_of(uint g) {
-    return (min(push.group, push.k - g * push.group) + 3u) / 4u;
+    return (columns_of(g) + 3u) / 4u;
 }
 
 // Scale and zero point of the column: given, or from its extent, for which each lane reads its whole column first.

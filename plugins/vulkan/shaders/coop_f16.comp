@@ -28,7 +28,7 @@
 layout(constant_id = 0) const uint LANES = 256u;
 layout(constant_id = 1) const uint BM = 128u;
 layout(constant_id = 2) const uint BN = 128u;
-layout(constant_id = 3) const uint KB = 1u;     // blocks of 32 columns in a tile; divides the blocks of a group
+layout(constant_id = 3) const uint KB = 1u;     // blocks of 32 columns in a tile; divides those of a group
 layout(constant_id = 4) const uint WM = 64u;    // tile of a subgroup
 layout(constant_id = 5) const uint WN = 32u;
 layout(constant_id = 6) const uint BITS = 4u;
@@ -42,6 +42,7 @@ layout(constant_id = 13) const uint TERMS = 1u;    // float16 matrices whose sum
 layout(constant_id = 14) const uint VALUES = 0u;   // of a table that codes index, 16 or 256; 0: they are integers
 layout(constant_id = 15) const uint W_TERMS = 1u;  // float16 matrices whose sum is the weight, one or two
 layout(constant_id = 16) const uint SHIFT = 0u;
+layout(constant_id = 17) const uint HALVED = 0u;  // whether two groups share a block; TK divides 16 then
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -50,9 +51,10 @@ const uint AM = TERMS * BM;  // rows of the tile of x: those of the first term, 
 const uint A_LOADS = (AM * KB * 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * 2u * P + LANES - 1u) / LANES;  // of uvec2: 16 or 8 codes
 const uint SC = BN + 4u;
+const uint GROUPS = HALVED != 0u ? 2u * KB : 1u;  // whose scales are in use at a time
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column, groups;
     uint split;  // steps along K of a workgroup; those of grid z add to one result
 };
@@ -74,7 +76,7 @@ const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subg
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [row]; after the last step results
 shared uvec4 b_tile[W_TERMS * BN * ROW];                   // [term][column of the result]
-shared float scale_tile[GROUPED * 2u * REPEAT * SC + 1u];  // of two groups: one in use, one for the next
+shared float scale_tile[GROUPED * 2u * GROUPS * REPEAT * SC + 1u];  // twice: those in use, those for the next
 
 uvec4 a_next[A_LOADS];
 uvec2 b_next[B_LOADS];
@@ -103,7 +105,8 @@ void load_tiles(uint row0, uint col0, uint step) {
         uint n_ = min(col0 + row, np - 1u);
         uint at = ((n_ >> 3) * blocks + step * KB + block) * P * 8u + (half_ >> 1) * 8u + (n_ & 7u);
         b_next[i] = w[at * 2u + (half_ & 1u)];
-        if (ZERO == 1u) zero_next[i] = float(int(zero[step * KB / group_blocks * np + n_]));
+        uint group = HALVED != 0u ? (step * KB + block) * 2u + half_ / P : step * KB * 2u / group_steps;
+        if (ZERO == 1u) zero_next[i] = float(int(zero[group * np + n_]));
     }
 }
 
@@ -139,11 +142,15 @@ void store_tiles() {
     }
 }
 
-// The scales of a group for the workgroup's columns, into the half of scale_tile that the group before does not use.
-void store_scales(uint col0, uint group) {
-    [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
-        float s = scale[group * np + min(col0 + t, np - 1u)];
-        [[unroll]] for (uint r = 0u; r < REPEAT; ++r) scale_tile[(group & 1u) * REPEAT * SC + r * SC + t] = s;
+// The scales of GROUPS groups, number `turn` of K, for the workgroup's columns, into the half of scale_tile that the turn
+// before does not use.
+void store_scales(uint col0, uint turn) {
+    [[unroll]] for (uint g = 0u; g < GROUPS; ++g) {
+        uint at = ((turn & 1u) * GROUPS + g) * REPEAT * SC;
+        [[unroll]] for (uint t = gl_LocalInvocationIndex; t < BN; t += LANES) {
+            float s = scale[(turn * GROUPS + g) * np + min(col0 + t, np - 1u)];
+            [[unroll]] for (uint r = 0u; r < REPEAT; ++r) scale_tile[at + r * SC + t] = s;
+        }
     }
 }
 
@@ -181,6 +188,20 @@ void write_tile(uint row, uint col) {
 const uint TILES_M = WM / TM;
 const uint TILES_N = WN / TN;
 
+// A group ends: its sums, times a matrix with a column's scale in every row, join the total. `number`: of those in use.
+#define ADD_UP(number)                                                                                               \
+    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {                                                                 \
+        coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;                                         \
+        if (GROUPED != 0u)                                                                                           \
+            coopMatLoad(s, scale_tile, ((turn & 1u) * GROUPS + (number)) * REPEAT * SC + sub_n + j * TN,             \
+                        REPEAT == 1u ? 0u : SC, gl_CooperativeMatrixLayoutRowMajor);                                 \
+        [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {                                                             \
+            if (GROUPED != 0u) sum[i * TILES_N + j] = sum[i * TILES_N + j] * s;                                      \
+            total[i * TILES_N + j] = total[i * TILES_N + j] + sum[i * TILES_N + j];                                  \
+            sum[i * TILES_N + j] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);           \
+        }                                                                                                            \
+    }
+
 void main() {
     uint col0 = gl_WorkGroupID.y * BN;
     uint row0 = gl_WorkGroupID.x * BM;
@@ -199,17 +220,17 @@ void main() {
         sum[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
     }
     // 2. The first tiles and scales, and the table; nothing overlaps with them.
-    uint group = start * KB / group_blocks;
+    uint turn = HALVED != 0u ? start : start * KB * 2u / group_steps;
     load_tiles(row0, col0, start);
     if (VALUES != 0u) {
         store_table();
         barrier();
     }
     store_tiles();
-    if (GROUPED != 0u) store_scales(col0, group);
+    if (GROUPED != 0u) store_scales(col0, turn);
     barrier();
     // Steps until sums are added to the total: those of a group, or of 256 columns.
-    uint fold = (GROUPED != 0u ? group_blocks : 8u) / KB;
+    uint fold = HALVED != 0u ? 1u : (GROUPED != 0u ? group_steps / 2u : 8u) / KB;
     uint left = fold;
     for (uint step = start; step < steps; ++step) {
         // 3. Begin to load the next step's tiles: they are in flight to registers during the products of this one.
@@ -240,24 +261,14 @@ void main() {
                     }
                 }
             }
+            if (HALVED != 0u && (kk + 1u) * TK % 16u == 0u) ADD_UP(kk * TK / 16u)
         }
         if (--left == 0u || step + 1u == steps) {
-            // 5. The group ends: its sums, times a matrix with a column's scale in every row, join the total.
+            // 5. The next group's scales go to the other half of scale_tile; the barrier of step 6 makes them visible.
+            if (HALVED == 0u) ADD_UP(0u)
             left = fold;
-            [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
-                coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
-                if (GROUPED != 0u)
-                    coopMatLoad(s, scale_tile, (group & 1u) * REPEAT * SC + sub_n + j * TN, REPEAT == 1u ? 0u : SC,
-                                gl_CooperativeMatrixLayoutRowMajor);
-                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                    if (GROUPED != 0u) sum[i * TILES_N + j] = sum[i * TILES_N + j] * s;
-                    total[i * TILES_N + j] = total[i * TILES_N + j] + sum[i * TILES_N + j];
-                    sum[i * TILES_N + j] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
-                }
-            }
-            // The next group's scales go to the other half of scale_tile; the barrier of step 6 makes them visible.
-            ++group;
-            if (GROUPED != 0u && step + 1u < steps) store_scales(col0, group);
+            ++turn;
+            if (GROUPED != 0u && step + 1u < steps) store_scales(col0, turn);
         }
         // 6. Everybody has finished this step. Only now use the registers that step 3 loads: this is where the loads
         //    are waited for.

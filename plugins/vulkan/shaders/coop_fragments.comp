@@ -11,6 +11,9 @@
 // more of rows g and g + 8. What is adjacent in a lane's word is not in the matrix, so coop_prep stores x in the order
 // of the lanes (QUADS).
 //
+// If two groups share a block (HALVED), a matrix has the 16 columns of one: lanes 2 apart, whose words are of different
+// groups, exchange halves of them.
+//
 // Memory: A passes shared memory, STEPS blocks at a time: loaded to registers at the start of a step, stored at its
 // end. B is loaded STEPS blocks ahead, scales one fold ahead. A step has no branches, which cost more than they spare:
 // what lies past the end of K is loaded again and multiplied by zeros of A.
@@ -25,6 +28,7 @@
 #extension GL_EXT_shader_16bit_storage : require
 #extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
 #extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
 #extension GL_KHR_memory_scope_semantics : require
 #extension GL_KHR_cooperative_matrix : require
 #include "coop_codes.glsl"
@@ -44,6 +48,7 @@ layout(constant_id = 9) const uint TERMS = 1u;  // float16 matrices whose sum is
 layout(constant_id = 10) const uint VALUES = 0u;  // of a table that codes index, 16; 0: they are integers
 layout(constant_id = 11) const uint W_TERMS = 1u;  // float16 matrices whose sum is the weight, one or two
 layout(constant_id = 12) const uint SHIFT = 0u;
+layout(constant_id = 13) const uint HALVED = 0u;  // whether two groups share a block; GROUP and FOLD are 1 then
 layout(local_size_x_id = 0) in;
 
 const uint BITS = 4u;
@@ -51,10 +56,11 @@ const uint P = 1u;
 const uint TILES_M = WM / 16u;
 const uint TILES_N = WN / 16u;
 const uint EIGHTS = WN / 8u;  // of rows of the weight
+const uint SPANS = 1u + HALVED;  // of a block, with scales in common
 const uint ROWS = TERMS * BM;
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column, groups;
     uint split;  // blocks of a workgroup, a multiple of STEPS; those of grid z add to one result
 };
@@ -86,9 +92,9 @@ uvec4 a_next[LOADS];
 uint a_at[LOADS];
 uint b_next[STEPS][EIGHTS];
 uint b_at[EIGHTS];
-vec2 scale_now[EIGHTS], scale_next[EIGHTS];  // of two adjacent columns of C
-float16_t zero_now[EIGHTS];
-uint zero_next[EIGHTS];
+vec2 scale_now[SPANS * EIGHTS], scale_next[SPANS * EIGHTS];  // of two adjacent columns of C
+float16_t zero_now[SPANS * EIGHTS];
+uint zero_next[SPANS * EIGHTS];
 
 // Where this lane's parts of x and of the weight begin. Rows and columns beyond the last read the last again.
 void place(uint col0) {
@@ -126,18 +132,18 @@ void load_b(uint u, uint j, uint block) {
 
 // Scales and zero points of the fold that begins at a block.
 void load_group(uint col0, uint block) {
-    uint from = GROUP == 0u ? 0u : min(block / max(GROUP, 1u), groups - 1u) * np;
-    [[unroll]] for (uint j = 0u; j < EIGHTS; ++j) {
-        uint col = from + min(col0 + j * 8u, np - 8u);
-        if (GROUP != 0u) scale_next[j] = scale2[col / 2u + (gl_SubgroupInvocationID & 3u)];
-        if (ZERO == 1u) zero_next[j] = zero[col + gl_SubgroupInvocationID / 4u];
+    [[unroll]] for (uint i = 0u; i < SPANS * EIGHTS; ++i) {
+        uint group = block / max(GROUP, 1u) * SPANS + i / EIGHTS;
+        uint col = (GROUP == 0u ? 0u : min(group, groups - 1u) * np) + min(col0 + i % EIGHTS * 8u, np - 8u);
+        if (GROUP != 0u) scale_next[i] = scale2[col / 2u + (gl_SubgroupInvocationID & 3u)];
+        if (ZERO == 1u) zero_next[i] = zero[col + gl_SubgroupInvocationID / 4u];
     }
 }
 
 void next_group(uint col0, uint block) {
-    [[unroll]] for (uint j = 0u; j < EIGHTS; ++j) {
-        if (GROUP != 0u) scale_now[j] = scale_next[j];
-        if (ZERO == 1u) zero_now[j] = float16_t(float(int(zero_next[j])));
+    [[unroll]] for (uint i = 0u; i < SPANS * EIGHTS; ++i) {
+        if (GROUP != 0u) scale_now[i] = scale_next[i];
+        if (ZERO == 1u) zero_now[i] = float16_t(float(int(zero_next[i])));
     }
     load_group(col0, block + FOLD);
 }
@@ -145,6 +151,17 @@ void next_group(uint col0, uint block) {
 // Eight codes less z, or a term of what they stand for, as pairs of halves in the order of coop_prep.
 uvec4 unpacked(uint word, float16_t z, uint term) {
     return VALUES == 0u ? halves_of_4(word, z) : eight_of_table(word, term);
+}
+
+// The word of this lane, whose first two pairs are of one group and the others of the next, if two share a block: words
+// of lanes 0 and 1 of four are of the first group, and these keep their own first two pairs and get those of lanes 2 and
+// 3, which get and keep the last two.
+uint of_both_groups(uint word) {
+    const uint FIRST = VALUES == 0u ? 0x00FF00FFu : 0x0000FFFFu;  // the codes of the first two pairs
+    const uint APART = VALUES == 0u ? 8u : 16u;                   // bits to those of the last two
+    uint other = subgroupShuffleXor(word, 2u);
+    bool second = (gl_SubgroupInvocationID & 2u) != 0u;
+    return second ? (word & ~FIRST) | ((other >> APART) & FIRST) : (word & FIRST) | ((other & FIRST) << APART);
 }
 
 // Two halves of a lane as adjacent elements of its matrix.
@@ -194,7 +211,9 @@ void main() {
             [[unroll]] for (uint j = 0u; j < EIGHTS; ++j) {
                 uint word = b_next[u][j];
                 load_b(u, j, step + u + STEPS);
+                if (HALVED != 0u) word = of_both_groups(word);
                 uvec4 codes = unpacked(word, ZERO == 1u ? zero_now[j] : float16_t(8.0), 0u);
+                if (HALVED != 0u && ZERO == 1u) codes.zw = unpacked(word, zero_now[(SPANS - 1u) * EIGHTS + j], 0u).zw;
                 [[unroll]] for (uint i = 0u; i < 4u; ++i)
                     PUT(b[i / 2u * TILES_N + j / 2u], j % 2u * 2u + i % 2u, codes[i])
                 if (W_TERMS > 1u) {
@@ -203,33 +222,39 @@ void main() {
                         PUT(rest[REST(i / 2u * TILES_N + j / 2u)], j % 2u * 2u + i % 2u, codes[i])
                 }
             }
-            // 5. Products. A comes from shared memory matrix by matrix and meets every B of the block.
-            [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
-                if (term > 0u) {
-                    [[unroll]] for (uint j = 0u; j < 2u * TILES_N; ++j) b[j] = b[j] * float16_t(0.00048828125);
-                }
-                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                    [[unroll]] for (uint k = 0u; k < 2u; ++k) {
-                        MATRIX_A a;
-                        uint at = (now * ROWS + term * BM + sub_m + i * 16u) * ROW + u * 4u + k * 2u;
-                        coopMatLoad(a, a_tile, at, ROW, gl_CooperativeMatrixLayoutRowMajor);
-                        [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
-                            sum[i * TILES_N + j] = coopMatMulAdd(a, b[k * TILES_N + j], sum[i * TILES_N + j]);
-                            if (W_TERMS > 1u && term == 0u)
-                                sum[i * TILES_N + j] = coopMatMulAdd(a, rest[REST(k * TILES_N + j)], sum[i * TILES_N + j]);
+            // 5. Products. A comes from shared memory matrix by matrix and meets every B of the block, or of a group.
+            [[unroll]] for (uint span = 0u; span < SPANS; ++span) {
+                const uint from = span, to = span + 2u / SPANS;  // the matrices along k
+                [[unroll]] for (uint term = 0u; term < TERMS; ++term) {
+                    if (term > 0u) {
+                        [[unroll]] for (uint j = from * TILES_N; j < to * TILES_N; ++j)
+                            b[j] = b[j] * float16_t(0.00048828125);
+                    }
+                    [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                        [[unroll]] for (uint k = from; k < to; ++k) {
+                            MATRIX_A a;
+                            uint at = (now * ROWS + term * BM + sub_m + i * 16u) * ROW + u * 4u + k * 2u;
+                            coopMatLoad(a, a_tile, at, ROW, gl_CooperativeMatrixLayoutRowMajor);
+                            [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
+                                uint t = i * TILES_N + j;
+                                sum[t] = coopMatMulAdd(a, b[k * TILES_N + j], sum[t]);
+                                if (W_TERMS > 1u && term == 0u)
+                                    sum[t] = coopMatMulAdd(a, rest[REST(k * TILES_N + j)], sum[t]);
+                            }
                         }
                     }
                 }
-            }
-            // 6. The fold ends: its sums, times a matrix with a column's scale in every row, join the total.
-            if ((u + 1u) % FOLD == 0u) {
-                [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
-                    MATRIX_C s;
-                    [[unroll]] for (uint e = 0u; e < 8u; ++e) s[e] = scale_now[2u * j + e / 2u % 2u][e % 2u];
-                    [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                        if (GROUP != 0u) sum[i * TILES_N + j] = sum[i * TILES_N + j] * s;
-                        total[i * TILES_N + j] = total[i * TILES_N + j] + sum[i * TILES_N + j];
-                        sum[i * TILES_N + j] = MATRIX_C(0.0);
+                // 6. The fold ends: its sums, times a matrix with a column's scale in every row, join the total.
+                if ((u + 1u) % FOLD == 0u) {
+                    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
+                        MATRIX_C s;
+                        [[unroll]] for (uint e = 0u; e < 8u; ++e)
+                            s[e] = scale_now[span * EIGHTS + 2u * j + e / 2u % 2u][e % 2u];
+                        [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
+                            if (GROUP != 0u) sum[i * TILES_N + j] = sum[i * TILES_N + j] * s;
+                            total[i * TILES_N + j] = total[i * TILES_N + j] + sum[i * TILES_N + j];
+                            sum[i * TILES_N + j] = MATRIX_C(0.0);
+                        }
                     }
                 }
             }

@@ -8,8 +8,9 @@
 // last loads its own tiles again.
 //
 // Exactness: sums are int32 over a step (or all of K if a row has one scale), which `layout.LONGEST` keeps short
-// enough; each step of a group is scaled in float32 by a matrix that repeats the scales in every row. An int8 code
-// less an integer zero point does not fit a byte: gemm_int_shared computes those.
+// enough; each step of a group is scaled in float32 by a matrix that repeats the scales in every row. If groups share
+// blocks (HALVED), each 16 columns are: matrices of 32 take 16 codes of the weight and 16 zeros, which meet what x has
+// next. An int8 code less an integer zero point does not fit a byte: gemm_int_shared computes those.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
@@ -24,7 +25,7 @@
 layout(constant_id = 0) const uint LANES = 256u;
 layout(constant_id = 1) const uint BM = 128u;
 layout(constant_id = 2) const uint BN = 128u;
-layout(constant_id = 3) const uint KB = 1u;     // blocks of 32 columns in a tile; divides the blocks of a group
+layout(constant_id = 3) const uint KB = 1u;     // blocks of 32 columns in a tile; divides those of a group
 layout(constant_id = 4) const uint WM = 64u;    // tile of a subgroup
 layout(constant_id = 5) const uint WN = 32u;
 layout(constant_id = 6) const uint BITS = 4u;
@@ -34,6 +35,7 @@ layout(constant_id = 9) const uint TM = 16u;    // shape of a cooperative matrix
 layout(constant_id = 10) const uint TN = 16u;
 layout(constant_id = 11) const uint TK = 32u;
 layout(constant_id = 12) const uint REPEAT = 1u;   // rows of scales in shared memory: TM, or 1 read with stride 0
+layout(constant_id = 13) const uint HALVED = 0u;   // whether two groups share a block
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
@@ -41,10 +43,16 @@ const uint ROW = KB * 2u + 1u;  // uvec4 from one row of a tile to the next: 16 
 const uint A_LOADS = (BM * KB * 2u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * P + LANES - 1u) / LANES;  // of uvec4: 32 or 16 codes
 const uint SC = BN + 4u;
-const uint SCALE_LOADS = (BN + LANES - 1u) / LANES;
+const uint GROUPS = HALVED != 0u ? 2u * KB : 1u;  // of a step
+const uint SCALE_LOADS = (BN * GROUPS + LANES - 1u) / LANES;
+const uint ZEROS = 1u + HALVED;  // zero points of a block
+// Vectors of the weight's tile: from 16 columns to the next, from one matrix to the next, from one row to the next.
+const uint GAP = HALVED != 0u ? TK / 16u : 1u;
+const uint TAKEN = HALVED != 0u ? 1u : TK / 16u;  // of x, from one matrix to the next
+const uint B_ROW = KB * 2u * GAP + 1u;
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column, groups;
     uint split;                       // steps along K of a workgroup; those of grid z add to one result
     uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
@@ -62,12 +70,12 @@ const uint A_TILE = BM * ROW;
 const uint RESULTS = (BM / WM) * (BN / WN) * TM * TN / 4u;  // a matrix per subgroup, in the memory of a_tile
 
 shared uvec4 a_tile[A_TILE > RESULTS ? A_TILE : RESULTS];  // [row]; after the last step results
-shared uvec4 b_tile[BN * ROW];                             // [column of the result]
-shared float scale_tile[GROUPED * REPEAT * SC + 1u];       // of the step
+shared uvec4 b_tile[BN * B_ROW];                           // [column of the result]
+shared float scale_tile[GROUPED * GROUPS * REPEAT * SC + 1u];  // of the step
 
 uvec4 a_next[A_LOADS];
 uvec4 b_next[B_LOADS];
-uint zero_next[B_LOADS];
+uint zero_next[B_LOADS * ZEROS];
 float scale_next[SCALE_LOADS];
 uint a_at[A_LOADS], b_at[B_LOADS], zero_at[B_LOADS];
 
@@ -91,21 +99,24 @@ void place(uint row0, uint col0) {
         b_place(gl_LocalInvocationIndex + i * LANES, row, block, part);
         uint n_ = min(col0 + row, np - 1u);
         b_at[i] = ((n_ >> 3) * blocks + block) * P * 8u + part * 8u + (n_ & 7u);
-        zero_at[i] = n_;
+        zero_at[i] = HALVED * block * 2u * np + n_;
     }
 }
 
 // Global memory to registers.
 void load_tiles(uint col0, uint step) {
-    uint parameters = step * KB / group_blocks * np;
+    uint parameters = step * KB * 2u / group_steps * np;
     [[unroll]] for (uint i = 0u; i < A_LOADS; ++i) a_next[i] = x[a_at[i] + step * KB * 2u];
     [[unroll]] for (uint i = 0u; i < B_LOADS; ++i) {
         b_next[i] = w[b_at[i] + step * KB * P * 8u];
-        if (ZERO == 1u) zero_next[i] = zero[parameters + zero_at[i]];
+        if (ZERO != 1u) continue;
+        [[unroll]] for (uint h = 0u; h < ZEROS; ++h) zero_next[i * ZEROS + h] = zero[parameters + h * np + zero_at[i]];
     }
     if (GROUPED == 0u) return;
-    [[unroll]] for (uint i = 0u; i < SCALE_LOADS; ++i)
-        scale_next[i] = scale[parameters + min(col0 + gl_LocalInvocationIndex + i * LANES, np - 1u)];
+    [[unroll]] for (uint i = 0u; i < SCALE_LOADS; ++i) {
+        uint t = gl_LocalInvocationIndex + i * LANES;
+        scale_next[i] = scale[parameters + min(t / BN, GROUPS - 1u) * np + min(col0 + t % BN, np - 1u)];
+    }
 }
 
 // Bytes 0..15 less z (0..15) as signed bytes; with 0x80 in each, no byte borrows from the next.
@@ -123,16 +134,17 @@ void store_tiles() {
         uint t = gl_LocalInvocationIndex + i * LANES;
         uint row, block, part;
         b_place(t, row, block, part);
-        uint z = ZERO == 1u ? zero_next[i] : 8u;
-        uint at = row * ROW + block * 2u;
+        uint z = ZERO == 1u ? zero_next[i * ZEROS] : 8u;
+        uint z2 = ZERO == 1u ? zero_next[i * ZEROS + HALVED] : 8u;
+        uint at = row * B_ROW + block * 2u * GAP;
         if (BN * KB * P % LANES == 0u || t < BN * KB * P) {
             if (BITS == 4u) {
                 uvec4 low = b_next[i] & 0x0F0F0F0Fu;
                 uvec4 high = (b_next[i] >> 4) & 0x0F0F0F0Fu;
                 b_tile[at] = less4(uvec4(low.x, high.x, low.y, high.y), z);
-                b_tile[at + 1u] = less4(uvec4(low.z, high.z, low.w, high.w), z);
+                b_tile[at + GAP] = less4(uvec4(low.z, high.z, low.w, high.w), z2);
             } else {
-                b_tile[at + part] = b_next[i];
+                b_tile[at + part * GAP] = b_next[i];
             }
         }
     }
@@ -140,7 +152,7 @@ void store_tiles() {
     [[unroll]] for (uint i = 0u; i < SCALE_LOADS; ++i) {
         uint t = gl_LocalInvocationIndex + i * LANES;
         [[unroll]] for (uint r = 0u; r < REPEAT; ++r) {
-            if (t < BN) scale_tile[r * SC + t] = scale_next[i];
+            if (t < BN * GROUPS) scale_tile[(t / BN * REPEAT + r) * SC + t % BN] = scale_next[i];
         }
     }
 }
@@ -194,6 +206,19 @@ void write_tile(uint row, uint col) {
 const uint TILES_M = WM / TM;
 const uint TILES_N = WN / TN;
 
+// int32 sums become float32, times a matrix with a column's scale in every row. `number`: the group of the step.
+#define ADD_UP(number)                                                                                               \
+    [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {                                                                 \
+        coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;                                         \
+        coopMatLoad(s, scale_tile, (number) * REPEAT * SC + sub_n + j * TN, REPEAT == 1u ? 0u : SC,                  \
+                    gl_CooperativeMatrixLayoutRowMajor);                                                             \
+        [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {                                                             \
+            total[i * TILES_N + j] = total[i * TILES_N + j] +                                                        \
+                coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(sum[i * TILES_N + j]) * s;         \
+            sum[i * TILES_N + j] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);               \
+        }                                                                                                            \
+    }
+
 void main() {
     uint col0 = gl_WorkGroupID.y * BN;
     uint row0 = gl_WorkGroupID.x * BM;
@@ -211,7 +236,11 @@ void main() {
         total[i] = coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0.0);
         sum[i] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
     }
-    // 2. The first tiles and scales; nothing overlaps with them.
+    // 2. The first tiles and scales, and zeros between the columns of groups; nothing overlaps with them.
+    if (GAP > 1u) {
+        for (uint t = gl_LocalInvocationIndex; t < BN * B_ROW; t += LANES) b_tile[t] = uvec4(0u);
+        barrier();
+    }
     place(row0, col0);
     load_tiles(col0, start);
     store_tiles();
@@ -219,34 +248,23 @@ void main() {
     for (uint step = start; step < steps; ++step) {
         // 3. Begin to load the next step's tiles: they are in flight to registers during the products of this one.
         load_tiles(col0, min(step + 1u, steps - 1u));
-        [[unroll]] for (uint kk = 0u; kk < KB * 32u / TK; ++kk) {
+        [[unroll]] for (uint kk = 0u; kk < KB * 2u / TAKEN; ++kk) {
             // 4. Products of this step, from shared memory. B stays in registers for all rows of the subgroup's tile, A
             //    passes matrix by matrix. A row of b_tile is a column of B: column major.
             coopmat<int8_t, gl_ScopeSubgroup, TK, TN, gl_MatrixUseB> b[TILES_N];
             [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
-                coopMatLoad(b[j], b_tile, (sub_n + j * TN) * ROW + kk * TK / 16u, ROW,
+                coopMatLoad(b[j], b_tile, (sub_n + j * TN) * B_ROW + kk * TK / 16u, B_ROW,
                             gl_CooperativeMatrixLayoutColumnMajor);
             [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
                 coopmat<int8_t, gl_ScopeSubgroup, TM, TK, gl_MatrixUseA> a;
-                coopMatLoad(a, a_tile, (sub_m + i * TM) * ROW + kk * TK / 16u, ROW,
-                            gl_CooperativeMatrixLayoutRowMajor);
+                coopMatLoad(a, a_tile, (sub_m + i * TM) * ROW + kk * TAKEN, ROW, gl_CooperativeMatrixLayoutRowMajor);
                 [[unroll]] for (uint j = 0u; j < TILES_N; ++j)
                     sum[i * TILES_N + j] = coopMatMulAdd(a, b[j], sum[i * TILES_N + j]);
             }
+            if (HALVED != 0u) ADD_UP(kk)
         }
-        if (GROUPED != 0u) {
-            // 5. The step's int32 sums become float32, times a matrix with a column's scale in every row. A group may
-            //    end in a later step: that costs less than a branch.
-            [[unroll]] for (uint j = 0u; j < TILES_N; ++j) {
-                coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator> s;
-                coopMatLoad(s, scale_tile, sub_n + j * TN, REPEAT == 1u ? 0u : SC, gl_CooperativeMatrixLayoutRowMajor);
-                [[unroll]] for (uint i = 0u; i < TILES_M; ++i) {
-                    total[i * TILES_N + j] = total[i * TILES_N + j] +
-                        coopmat<float, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(sum[i * TILES_N + j]) * s;
-                    sum[i * TILES_N + j] = coopmat<int, gl_ScopeSubgroup, TM, TN, gl_MatrixUseAccumulator>(0);
-                }
-            }
-        }
+        // 5. The step's sums are scaled. A group may end in a later step: that costs less than a branch.
+        if (GROUPED != 0u && HALVED == 0u) ADD_UP(0u)
         // 6. Everybody has finished this step. Only now use the registers that step 3 loads: this is where the loads
         //    are waited for.
         barrier();

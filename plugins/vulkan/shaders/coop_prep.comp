@@ -20,7 +20,8 @@ layout(constant_id = 1) const uint LANES = 256u;
 layout(constant_id = 2) const uint DTYPE = 2u;    // of x
 layout(constant_id = 3) const uint ALIGNED = 1u;  // whether eights of columns lie side by side at multiples of 16 bytes
 layout(constant_id = 4) const uint TERMS = 1u;    // rows whose sum is x, one or two: the second holds the rest
-layout(constant_id = 5) const uint QUADS = 0u;    // 1: in the order of coop_fragments, where four lanes share a block
+// 1: in the order of coop_fragments, where four lanes share a block; 2: in that of two groups that share a block.
+layout(constant_id = 5) const uint QUADS = 0u;
 layout(local_size_x_id = 1) in;
 
 layout(push_constant) uniform Push {
@@ -137,9 +138,12 @@ void main() {
             if (ORDER == 8u) order = order.xzyw;
             if (QUADS == 0u) {
                 halves[place(t * m + row, c)] = order;
-            } else {  // the words of four adjacent vectors, transposed
+            } else if (QUADS == 1u) {  // the words of four adjacent vectors, transposed
                 uint at = ((t * m + row) * columns + (c & ~31u)) / 2u + c / 8u % 4u;
                 [[unroll]] for (uint i = 0u; i < 4u; ++i) words[at + i * 4u] = order[i];
+            } else {  // of two adjacent vectors: words 0 and 1 go to lanes 0 and 1, words 2 and 3 to lanes 2 and 3
+                uint at = ((t * m + row) * columns + (c & ~15u)) / 2u + c / 8u % 2u;
+                [[unroll]] for (uint i = 0u; i < 4u; ++i) words[at + i % 2u * 4u + i / 2u * 2u] = order[i];
             }
         }
     }

@@ -21,7 +21,7 @@ layout(push_constant) uniform Push {
     uint padded_n;
     uint group;
     uint groups;
-    uint blocks;     // blocks of 32 columns in a padded group
+    uint steps;      // steps of 16 columns in a padded group
     uint pitch;      // elements of a row of the result
     uint out_dtype;
     uint zero_kind;
@@ -45,7 +45,7 @@ vec4 four_numbers(uint word, ZeroPoint zero) {
 
 // Four values of a group from column `offset` on; columns of padding are not written.
 void store_four(uint row, uint g, uint offset, uint u, float s, ZeroPoint zero) {
-    uint end = min(push.group, push.k - g * push.group);
+    uint end = min(push.group, push.k - min(g * push.group, push.k));
     uint place = row * push.pitch + g * push.group + offset;
     vec4 w = four_numbers(u, zero) * s + zero.added;
     for (uint e = 0u; e < 4u; ++e) {
@@ -54,8 +54,8 @@ void store_four(uint row, uint g, uint offset, uint u, float s, ZeroPoint zero) 
 }
 
 void main() {
-    const uint block_words = BITS;  // words of a block of 32 codes
-    uint words = push.groups * push.blocks * block_words;
+    const uint step_words = BITS / 2u;  // words of 16 codes
+    uint words = push.groups * push.steps * step_words;
     uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     uint row = place / words;
     if (row >= push.count) return;
@@ -63,8 +63,8 @@ void main() {
     if (n >= push.rows) return;
     // The word's place: its group of columns, and its columns within that.
     uint word = place - row * words;
-    uint g = word / (push.blocks * block_words);
-    uint offset = (word - g * push.blocks * block_words) * (32u / block_words);
+    uint g = word / (push.steps * step_words);
+    uint offset = (word - g * push.steps * step_words) * (16u / step_words);
 
     // Words lie in vectors of four, vectors of eight rows side by side (see `layout`).
     uint code = codes[(((n / 8u) * (words / 4u) + word / 4u) * 8u + n % 8u) * 4u + word % 4u];

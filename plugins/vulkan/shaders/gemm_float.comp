@@ -63,7 +63,6 @@ void main() {
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
     // Groups of K in turn: scale and zero point of each column stay in registers for all of a group.
-    uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         float s[TN];
         ZeroPoint zero[TN];
@@ -72,7 +71,7 @@ void main() {
             s[j] = scale[place];
             zero[j] = zero_point(zero_bits[place], push.zero_kind);
         }
-        for (uint k = g * steps; k < (g + 1u) * steps; ++k) {
+        for (uint k = g * push.steps; k < (g + 1u) * push.steps; ++k) {
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) part[i] = 0.0;
             multiply_step(k, column, row, s, zero);
             [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] += part[i];

@@ -36,7 +36,7 @@ const uint A_LOADS = (BM * BK / 4u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * BK / 8u + LANES - 1u) / LANES;  // units of eight codes
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column;
     uint stride;  // vec4 from one row of x to the next
     uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
@@ -80,7 +80,7 @@ void load_tiles(uint row0, uint col0, uint step) {
             uint word = (at + (k8 % 4u) / 2u * 8u + (n_ & 7u)) * 4u + k8 % 2u * 2u;
             b_next[i] = uvec2(w[word], w[word + 1u]);
         }
-        uint g = k8 / 4u / group_blocks * np + n_;
+        uint g = k8 / 2u / group_steps * np + n_;
         scale_next[i] = scale[g];
         if (ZERO != 0u) zero_next[i] = zero[g];
     }

@@ -52,10 +52,9 @@ void main() {
     }
     [[unroll]] for (uint i = 0u; i < TM * TN; ++i) y[i] = 0.0;
 
-    uint steps = push.blocks * STEPS;
     for (uint g = 0u; g < push.groups; ++g) {
         [[unroll]] for (uint i = 0u; i < TM * TN; ++i) acc[i] = 0;
-        for (uint k = g * steps; k < (g + 1u) * steps; ++k) multiply(k, column, row);
+        for (uint k = g * push.steps; k < (g + 1u) * push.steps; ++k) multiply(k, column, row);
 
         // The group ends: zero points are corrected in int32, then one conversion and one scale.
         int x_sum[TM];

@@ -27,19 +27,21 @@ layout(constant_id = 6) const uint BITS = 4u;
 layout(constant_id = 7) const uint ZERO = 0u;  // 0 none (int4: 8), 1 integer, 2 float
 layout(constant_id = 8) const uint GROUPED = 1u;
 layout(constant_id = 9) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 10) const uint HALVED = 0u;  // whether two groups share a block
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
 const uint ROW = KB * 2u + 1u;  // uvec4 from one row of a tile to the next: 16 codes each, one spare against conflicts
 const uint A_LOADS = (BM * KB * 2u + LANES - 1u) / LANES;
 const uint B_LOADS = (BN * KB * P + LANES - 1u) / LANES;
+const uint ZEROS = 1u + HALVED;  // of a block
 const uint LX = BN / TN;  // lanes along n
 const uint LY = BM / TM;
 // Whether zero points do not go into the codes. A macro: glslc 2023 cannot order such a constant.
 #define SUMMED (ZERO == 2u || (ZERO == 1u && BITS == 8u))
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column, groups;
     uint asymmetric, x_zero, x_sums;  // whether x has zero points; their place and the sums' in x_token
     uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl
@@ -61,7 +63,7 @@ shared uvec4 b_tile[2u * BN * ROW];
 // The next step's operands in registers.
 uvec4 a_next[A_LOADS];
 uvec4 b_next[B_LOADS];
-uint zero_next[B_LOADS];
+uint zero_next[B_LOADS * ZEROS];
 
 // Unit i of the weight's tile in the order of memory: (eight rows, block, vector, row), the row innermost, so that
 // lanes read contiguous vectors.
@@ -85,7 +87,10 @@ void load_tiles(uint row0, uint col0, uint step) {
         uint n_ = weight_row(col0 + row);
         block = min(step * KB + block, blocks - 1u);
         b_next[i] = w[((n_ >> 3) * blocks + block) * P * 8u + part * 8u + (n_ & 7u)];
-        if (ZERO == 1u && BITS == 4u) zero_next[i] = zero[block / group_blocks * np + n_];
+        if (ZERO == 1u && BITS == 4u) {
+            uint group = HALVED != 0u ? block * 2u : block * 2u / group_steps;
+            [[unroll]] for (uint h = 0u; h < ZEROS; ++h) zero_next[i * ZEROS + h] = zero[(group + h) * np + n_];
+        }
     }
 }
 
@@ -105,14 +110,15 @@ void store_tiles(uint buffer_) {
         uint t = gl_LocalInvocationIndex + i * LANES;
         uint row, block, part;
         b_place(t, row, block, part);
-        uint z = ZERO == 1u ? zero_next[i] : 8u;
+        uint z = ZERO == 1u ? zero_next[i * ZEROS] : 8u;
+        uint z2 = ZERO == 1u ? zero_next[i * ZEROS + HALVED] : 8u;
         uint at = buffer_ * BN * ROW + row * ROW + block * 2u;
         if (BN * KB * P % LANES == 0u || t < BN * KB * P) {
             if (BITS == 4u) {
                 uvec4 low = b_next[i] & 0x0F0F0F0Fu;
                 uvec4 high = (b_next[i] >> 4) & 0x0F0F0F0Fu;
                 b_tile[at] = less4(uvec4(low.x, high.x, low.y, high.y), z);
-                b_tile[at + 1u] = less4(uvec4(low.z, high.z, low.w, high.w), z);
+                b_tile[at + 1u] = less4(uvec4(low.z, high.z, low.w, high.w), z2);
             } else {
                 b_tile[at + part] = b_next[i];
             }
@@ -123,20 +129,18 @@ void store_tiles(uint buffer_) {
 int sum[TM * TN];
 float total[TM * TN];
 
-// One block, 16 columns at a time: TN vectors of the weight stay in registers, those of x pass one by one.
+// 16 columns: TN vectors of the weight stay in registers, those of x pass one by one.
 void multiply(uint a_at, uint b_at) {
-    [[unroll]] for (uint h = 0u; h < 2u; ++h) {
-        uvec4 b[TN];
-        [[unroll]] for (uint j = 0u; j < TN; ++j) b[j] = b_tile[b_at + j * LX * ROW + h];
-        [[unroll]] for (uint i = 0u; i < TM; ++i) {
-            uvec4 a = a_tile[a_at + i * LY * ROW + h];
-            [[unroll]] for (uint j = 0u; j < TN; ++j) {
-                int d = sum[i * TN + j];
-                d += dot_bytes(a.x, b[j].x);
-                d += dot_bytes(a.y, b[j].y);
-                d += dot_bytes(a.z, b[j].z);
-                sum[i * TN + j] = d + dot_bytes(a.w, b[j].w);
-            }
+    uvec4 b[TN];
+    [[unroll]] for (uint j = 0u; j < TN; ++j) b[j] = b_tile[b_at + j * LX * ROW];
+    [[unroll]] for (uint i = 0u; i < TM; ++i) {
+        uvec4 a = a_tile[a_at + i * LY * ROW];
+        [[unroll]] for (uint j = 0u; j < TN; ++j) {
+            int d = sum[i * TN + j];
+            d += dot_bytes(a.x, b[j].x);
+            d += dot_bytes(a.y, b[j].y);
+            d += dot_bytes(a.z, b[j].z);
+            sum[i * TN + j] = d + dot_bytes(a.w, b[j].w);
         }
     }
 }
@@ -182,19 +186,24 @@ void main() {
     load_tiles(row0, col0, 0u);
     store_tiles(0u);
     barrier();
-    uint left = group_blocks;  // blocks until the group ends
+    uint left = group_steps / 2u;  // blocks until the group ends; without a meaning if HALVED
     uint group = 0u;
     for (uint step = 0u; step < steps; ++step) {
         // 2. Begin to load the next step's tile: it is in flight to registers during the products of this one.
         uint now = step & 1u;
         if (step + 1u < steps) load_tiles(row0, col0, step + 1u);
-        // 3. Products of this step, block by block; a group that ends is scaled at once.
+        // 3. Products of this step, block by block; a group that ends, in a block or at its end, is scaled at once.
         [[unroll]] for (uint kk = 0u; kk < KB; ++kk) {
             if (KB == 1u || step * KB + kk < blocks) {
-                multiply(now * BM * ROW + ly * ROW + kk * 2u, now * BN * ROW + lx * ROW + kk * 2u);
-                if (GROUPED != 0u && --left == 0u) {
+                uint a_at = (now * BM + ly) * ROW + kk * 2u, b_at = (now * BN + lx) * ROW + kk * 2u;
+                multiply(a_at, b_at);
+                if (HALVED != 0u) scale_group(row0 + ly, col0 + lx, group++);
+                multiply(a_at + 1u, b_at + 1u);
+                if (HALVED != 0u) {
                     scale_group(row0 + ly, col0 + lx, group++);
-                    left = group_blocks;
+                } else if (GROUPED != 0u && --left == 0u) {
+                    scale_group(row0 + ly, col0 + lx, group++);
+                    left = group_steps / 2u;
                 }
             }
         }

@@ -8,7 +8,7 @@
 // in the subgroup's own part of shared memory, and are loaded from there as A. B and the scales are loaded from global
 // memory as matrices: coop_prep stores x so that each matrix is contiguous.
 //
-// Accuracy: codes less integer zero points are exact in float16, products are summed in float32 and scaled FOLD blocks
+// Accuracy: codes less integer zero points are exact in float16, products are summed in float32 and scaled FOLD steps
 // at a time. Float zero points are left to gemv_digits.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -25,7 +25,7 @@
 layout(constant_id = 0) const uint LANES = 512u;
 layout(constant_id = 1) const uint R = 4u;      // sixteens of rows of a workgroup
 layout(constant_id = 2) const uint CHUNK = 2u;  // 2 or 4 blocks of 32 columns
-layout(constant_id = 3) const uint FOLD = 2u;   // blocks with a scale in common, of a chunk; 0: a row has one scale
+layout(constant_id = 3) const uint FOLD = 4u;   // steps of 16 columns with a scale in common, of a chunk; 0: all of a row
 layout(constant_id = 4) const uint BITS = 4u;
 layout(constant_id = 5) const uint ZERO = 0u;   // 0 none (int4: 8), 1 integer
 layout(constant_id = 6) const uint TN = 8u;     // rows of x in a matrix, 8 or 16
@@ -36,10 +36,10 @@ const uint SUBGROUPS = LANES / 32u;
 const uint ROW = CHUNK * 4u + 1u;  // uvec4 from one row to the next: 8 halves each, one spare against conflicts
 const uint UNITS = CHUNK / 2u;     // of a lane: a block of one row
 const uint STEPS = CHUNK * 2u;     // of sixteen columns
-const uint SPAN = FOLD == 0u ? CHUNK : FOLD;
+const uint SPAN = FOLD == 0u ? STEPS : FOLD;
 
 layout(push_constant) uniform Push {
-    uint m, n, np, blocks, group_blocks;
+    uint m, n, np, blocks, group_steps;  // blocks of 32 columns of a row; steps of 16 columns of a group
     uint pitch, dtype, biased, column;
 };
 
@@ -86,16 +86,22 @@ void unpack(uint chunk, uint n0, uint r) {
     uint block = min(chunk * CHUNK + unit_block(), blocks - 1u);
     [[unroll]] for (uint i = 0u; i < UNITS; ++i) {
         uint row = unit_row(i);
-        float16_t z = float16_t(BITS == 4u ? 8.0 : 0.0);
-        if (ZERO == 1u) z = float16_t(int(zero[block / group_blocks * np + min(n0 + r * 16u + row, np - 1u)]));
+        float16_t z[2];  // of the steps of the block
+        z[0] = z[1] = float16_t(BITS == 4u ? 8.0 : 0.0);
+        if (ZERO == 1u) {
+            uint parameter = block * 2u / group_steps * np + min(n0 + r * 16u + row, np - 1u);
+            z[0] = z[1] = float16_t(int(zero[parameter]));
+            if (FOLD == 1u) z[1] = float16_t(int(zero[parameter + np]));
+        }
         uint at = (gl_SubgroupID * 16u + row) * ROW + unit_block() * 4u;
         uint from = (r * UNITS + i) * P;
         if (BITS == 4u) {
-            [[unroll]] for (uint q = 0u; q < 4u; ++q) tile[at + q] = halves_of_4(ahead[from][q], z);
+            [[unroll]] for (uint q = 0u; q < 4u; ++q) tile[at + q] = halves_of_4(ahead[from][q], z[q >> 1]);
         } else {
             [[unroll]] for (uint q = 0u; q < 4u; ++q) {
                 uvec4 v = ahead[from + (q >> 1) * (P - 1u)];
-                tile[at + q] = uvec4(halves_of_8(v[(q & 1u) * 2u], z), halves_of_8(v[(q & 1u) * 2u + 1u], z));
+                uint two = (q & 1u) * 2u;
+                tile[at + q] = uvec4(halves_of_8(v[two], z[q >> 1]), halves_of_8(v[two + 1u], z[q >> 1]));
             }
         }
     }
@@ -119,7 +125,7 @@ void main() {
     uint chunks = (blocks + CHUNK - 1u) / CHUNK;
     uint x0 = gl_WorkGroupID.z * chunks * STEPS * TN * 2u;
     MATRIX_C total[R];
-    MATRIX_C s[R * (CHUNK / SPAN)];
+    MATRIX_C s[R * (STEPS / SPAN)];
     [[unroll]] for (uint r = 0u; r < R; ++r) total[r] = MATRIX_C(0.0);
     // 1. The first chunk's codes. Subgroups without a chunk load one, too, and do nothing with it.
     load(min(gl_SubgroupID, chunks - 1u), n0);
@@ -129,8 +135,8 @@ void main() {
         MATRIX_B b[STEPS];
         [[unroll]] for (uint i = 0u; i < STEPS; ++i)
             coopMatLoad(b[i], x, x0 + (chunk * STEPS + i) * TN * 2u, 2u, gl_CooperativeMatrixLayoutColumnMajor);
-        [[unroll]] for (uint f = 0u; f < (FOLD == 0u ? 0u : CHUNK / SPAN); ++f) {
-            uint group = min(chunk * CHUNK + f * SPAN, blocks - 1u) / group_blocks;
+        [[unroll]] for (uint f = 0u; f < (FOLD == 0u ? 0u : STEPS / SPAN); ++f) {
+            uint group = min(chunk * STEPS + f * SPAN, blocks * 2u - 1u) / group_steps;
             [[unroll]] for (uint r = 0u; r < R; ++r)
                 coopMatLoad(s[f * R + r], scale, group * np + min(n0 + r * 16u, np - 16u), 0u,
                             gl_CooperativeMatrixLayoutColumnMajor);
@@ -144,14 +150,14 @@ void main() {
             if (r + 1u == R) load(next, n0);
             subgroupMemoryBarrierShared();
             subgroupBarrier();
-            // 4. Products of the sixteen rows; their sums are scaled FOLD blocks at a time, or (0) at the very end.
+            // 4. Products of the sixteen rows; their sums are scaled FOLD steps at a time, or (0) at the very end.
             MATRIX_C sum = MATRIX_C(0.0);
             [[unroll]] for (uint i = 0u; i < STEPS; ++i) {
                 coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA> a;
                 coopMatLoad(a, tile, gl_SubgroupID * 16u * ROW + i * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
                 sum = coopMatMulAdd(a, b[i], sum);
-                if ((i + 1u) % (2u * SPAN) == 0u) {
-                    if (FOLD != 0u) sum = sum * s[i / (2u * SPAN) * R + r];
+                if ((i + 1u) % SPAN == 0u) {
+                    if (FOLD != 0u) sum = sum * s[i / SPAN * R + r];
                     total[r] = total[r] + sum;
                     sum = MATRIX_C(0.0);
                 }

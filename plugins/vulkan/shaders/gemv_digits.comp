@@ -1,7 +1,7 @@
 // GEMV for GPUs, y = x W^T for few rows of x, by integer dot products.
 //
 // Activations are int8 codes (DIGITS = 1), or floats that gemv_split has decomposed into signed digits to base 256 with
-// one power of two per chunk of blocks: three hold 16-bit floats, four float32. A lane owns one row of each of R row
+// one power of two per chunk of blocks, or half a block: three hold 16-bit floats, four float32. A lane owns one row of each of R row
 // groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128 contiguous bytes of the weight.
 //
 // Grid: x, folded into y, tiles of 8 R rows of the weight; z tiles of MT rows of x, with EXPERTS of one expert each. A
@@ -33,9 +33,12 @@ layout(constant_id = 6) const uint UNROLL = 2u;  // chunks in flight
 layout(constant_id = 7) const uint SUBGROUP = 32u;
 layout(constant_id = 8) const uint CHUNK = 1u;  // blocks with scales in common; divides the blocks of a group
 layout(constant_id = 9) const uint EXPERTS = 0u;  // whether rows are sorted by expert
+layout(constant_id = 10) const uint HALVED = 0u;  // whether two groups share a block; CHUNK is 1 then
 layout(local_size_x_id = 0) in;
 
 const uint P = BITS / 4u;
+const uint SPANS = 1u + HALVED;  // of a chunk: steps of 16 columns with scales in common
+const uint STEPS = 2u * CHUNK / SPANS;
 
 layout(push_constant) uniform Push {
     uint m, n, np, blocks;
@@ -49,7 +52,7 @@ layout(set = 0, binding = 0) readonly buffer X { uvec4 x[]; };          // [M][b
 layout(set = 0, binding = 1) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 2) readonly buffer Scale { float scale[]; };  // [G][NP]
 layout(set = 0, binding = 3) readonly buffer Zero { uint zero[]; };     // [G][NP]
-layout(set = 0, binding = 4) readonly buffer XBlock { uvec4 x_block[]; };  // [M][chunks]: see gemv_split
+layout(set = 0, binding = 4) readonly buffer XBlock { uvec4 x_block[]; };  // [M][chunks][SPANS]: see gemv_split
 layout(set = 0, binding = 4) readonly buffer XToken { uint x_token[]; };  // scales [M], zero points [M]
 layout(set = 0, binding = 5) readonly buffer Bias { float bias[]; };
 layout(set = 0, binding = 7) readonly buffer Sums { float row_sum[]; };  // [NP] of the dequantized weight
@@ -82,18 +85,23 @@ float acc[R * MT];
 uint marked = 0u;  // whether digits did not hold all of x
 uvec4 v[UNROLL * CHUNK * R * P];  // weights on their way
 
-// Adds the products of one chunk, whose weights are in slot u of `v`, to `acc`.
-void add_chunk(uint chunk, uint n0, uint row0, uint u) {
-    // 1. The chunk's group. A chunk never crosses a border of groups. The 0.5 keeps the product away from whole
-    //    numbers, where it could round.
-    uint group = uint((float(chunk * CHUNK) + 0.5) * groups_per_block);
+// The group of step `half_` of a block. The 0.5 keeps the product away from whole numbers, where it could round.
+uint group_of(uint block, uint half_) {
+    return HALVED != 0u ? block * 2u + half_ : uint((float(block) + 0.5) * groups_per_block);
+}
+
+// Adds the products of a span of one chunk, whose weights are in slot u of `v`, to `acc`.
+void add_span(uint chunk, uint span, uint n0, uint row0, uint u) {
+    // 1. The span's group. A span never crosses a border of groups.
+    uint group = group_of(chunk * CHUNK, span);
     int sums[R * MT * DIGITS];
     int ones[MT];
     [[unroll]] for (uint i = 0u; i < R * MT * DIGITS; ++i) sums[i] = 0;
     [[unroll]] for (uint i = 0u; i < MT; ++i) ones[i] = 0;
     // 2. Integer products, 16 columns at a time: the codes of R rows are unpacked once and meet every digit of MT rows
     //    of x.
-    [[unroll]] for (uint half_ = 0u; half_ < 2u * CHUNK; ++half_) {
+    [[unroll]] for (uint step = 0u; step < STEPS; ++step) {
+        uint half_ = span * STEPS + step;
         uint c = half_ / 2u;
         uint from = ((u * CHUNK + c) * R) * P;
         uvec4 codes[R];
@@ -109,7 +117,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
             }
         }
     }
-    // 3. The chunk's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
+    // 3. The span's integers become float32: s (sum - z * sum of x), plus z * sum of x if z is a float.
     [[unroll]] for (uint r = 0u; r < R; ++r) {
         uint at = group * np + weight_row(n0 + r * 8u);
         float s = scale[at];
@@ -121,7 +129,7 @@ void add_chunk(uint chunk, uint n0, uint row0, uint u) {
                 value = float(sums[i] - z * ones[m_]);
                 total = float(ones[m_]);
             } else {
-                uvec4 k = x_block[min(row0 + m_, tile.end - 1u) * (blocks / CHUNK) + chunk];
+                uvec4 k = x_block[(min(row0 + m_, tile.end - 1u) * (blocks / CHUNK) + chunk) * SPANS + span];
                 int low = sums[i] + 256 * sums[i + 1u];
                 int high = DIGITS == 3u ? sums[i + DIGITS - 1u] : 0;
                 if (DIGITS == 4u) high = sums[i + DIGITS - 2u] + 256 * sums[i + DIGITS - 1u];
@@ -141,21 +149,18 @@ vec4 code4(uint word) {
     return vec4(word & 0xffu, (word >> 8) & 0xffu, (word >> 16) & 0xffu, word >> 24);
 }
 
-// Adds the products of a block with the part of a row of x that its digits do not hold (`rest`). It is rare: weights
-// are read from global memory once more.
-void add_rest(uint block, uint r, uint m_, uint row_of_x, uint at, uint weight) {
-    uint group = uint((float(block) + 0.5) * groups_per_block);
-    uint parameter = group * np + weight;
+// Adds the products of a step h of a block with the part of a row of x that its digits do not hold (`rest`). It is rare:
+// weights are read from global memory once more.
+void add_rest(uint block, uint h, uint r, uint m_, uint row_of_x, uint at, uint weight) {
+    uint parameter = group_of(block, h) * np + weight;
     float z = float(ZERO == 1u ? int(zero[parameter]) : (BITS == 4u ? 8 : 0));
     vec4 sum = vec4(0.0);
     vec4 plain = vec4(0.0);
-    for (uint h = 0u; h < 2u; ++h) {
-        uvec4 codes = bytes(w[at], w[at + (P - 1u) * 8u], h);
-        for (uint i = 0u; i < 4u; ++i) {
-            vec4 left = rest[(row_of_x * blocks + block) * 8u + h * 4u + i];
-            sum += left * ((code4(codes[i]) - z) * scale[parameter]);
-            plain += left;
-        }
+    uvec4 codes = bytes(w[at], w[at + (P - 1u) * 8u], h);
+    for (uint i = 0u; i < 4u; ++i) {
+        vec4 left = rest[(row_of_x * blocks + block) * 8u + h * 4u + i];
+        sum += left * ((code4(codes[i]) - z) * scale[parameter]);
+        plain += left;
     }
     acc[r * MT + m_] += dot(sum, vec4(1.0));
     if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[parameter]) * dot(plain, vec4(1.0));
@@ -194,18 +199,21 @@ void main() {
         }
         // 3. The products: those of the first chunk run while the loads of the others are in flight.
         [[unroll]] for (uint u = 0u; u < UNROLL; ++u) {
-            if (chunk + u * stride < chunks) add_chunk(chunk + u * stride, n0, row0, u);
+            if (chunk + u * stride >= chunks) continue;
+            [[unroll]] for (uint span = 0u; span < SPANS; ++span) add_span(chunk + u * stride, span, n0, row0, u);
         }
     }
     // 4. A second pass over the chunks that gemv_split marked, if this lane has met any.
     for (uint chunk = lane >> 3; marked != 0u && chunk < chunks; chunk += stride) {
         [[unroll]] for (uint m_ = 0u; m_ < MT; ++m_) {
             uint row_of_x = min(row0 + m_, tile.end - 1u);
-            if (x_block[row_of_x * chunks + chunk].w == 0u) continue;
-            for (uint block = chunk * CHUNK; block < (chunk + 1u) * CHUNK; ++block) {
+            for (uint half_ = 0u; half_ < 2u * CHUNK; ++half_) {
+                if (x_block[(row_of_x * chunks + chunk) * SPANS + half_ / STEPS].w == 0u) continue;
+                uint block = chunk * CHUNK + half_ / 2u;
                 [[unroll]] for (uint r = 0u; r < R; ++r) {
                     uint rows_ = weight_row((columns * R + r) * 8u) >> 3;
-                    add_rest(block, r, m_, row_of_x, (rows_ * blocks + block) * P * 8u + row, rows_ * 8u + row);
+                    uint at = (rows_ * blocks + block) * P * 8u + row;
+                    add_rest(block, half_ % 2u, r, m_, row_of_x, at, rows_ * 8u + row);
                 }
             }
         }

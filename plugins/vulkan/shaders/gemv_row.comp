@@ -35,9 +35,10 @@ layout(constant_id = 7) const uint SIXTEENS = 1u;  // of columns of x whose code
 layout(constant_id = 8) const uint VALUES = 0u;    // of a table that codes index; 0: they are integers. With CODES = 0
 layout(constant_id = 9) const uint PROLOGUE = 0u;  // one of those below
 layout(constant_id = 10) const uint FOURS = 1u;    // of columns of x in shared memory, as PROLOGUE makes them
+layout(constant_id = 11) const uint HALVED = 0u;   // whether two groups share a block
 #ifdef PLACED
 // Columns of a head if heads are rotated, a multiple of 16; else 0. R is even then: a workgroup has both halves.
-layout(constant_id = 11) const uint ROPE = 0u;
+layout(constant_id = 12) const uint ROPE = 0u;
 #else
 const uint ROPE = 0u;
 #endif
@@ -49,6 +50,8 @@ const uint GELU_MUL = 3u;
 const uint GELU_TANH_MUL = 4u;
 
 const uint P = BITS / 4u;
+const uint SPANS = 1u + HALVED;  // of a block: steps of 16 columns with scales in common
+const uint STEPS = 2u / SPANS;
 const uint SUBGROUPS = LANES / SUBGROUP;
 // Fours of columns of a lane, as PROLOGUE makes them.
 const uint EACH = PROLOGUE == 0u ? 1u : ((CODES == 0u ? FOURS : SIXTEENS * 4u) + LANES - 1u) / LANES;
@@ -94,8 +97,8 @@ uint lane() {
 
 float acc[R];
 uvec4 v[UNROLL * R * P];  // weights on their way, with their scales and zero points
-float scales[UNROLL * R];
-uint zeros[UNROLL * R];
+float scales[UNROLL * R * SPANS];
+uint zeros[UNROLL * R * SPANS];
 
 // Row group r of a workgroup. Those of the halves of heads alternate if heads are rotated.
 uint row_group(uint tile, uint r) {
@@ -135,23 +138,26 @@ void load(uint tile, uint first) {
     [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
         uint block = min(first + c * (LANES / 8u), blocks - 1u);
         // The 0.5 keeps the product away from whole numbers, where it could round.
-        uint group = uint((float(block) + 0.5) * groups_per_block);
+        uint group = HALVED != 0u ? block * 2u : uint((float(block) + 0.5) * groups_per_block);
         [[unroll]] for (uint r = 0u; r < R; ++r) {
             uint rows = min(row_group(tile, r), np / 8u - 1u);
             uint base = (rows * blocks + block) * P * 8u + (lane() & 7u);
             [[unroll]] for (uint p = 0u; p < P; ++p) v[(c * R + r) * P + p] = w[base + p * 8u];
             uint at = group * np + rows * 8u + (lane() & 7u);
-            scales[c * R + r] = scale[at];
-            if (ZERO != 0u) zeros[c * R + r] = zero[at];
+            [[unroll]] for (uint span = 0u; span < SPANS; ++span) {
+                scales[(c * SPANS + span) * R + r] = scale[at + span * np];
+                if (ZERO != 0u) zeros[(c * SPANS + span) * R + r] = zero[at + span * np];
+            }
         }
     }
 }
 
-// Adds the products of a block, whose weights are in slot c of `v`, to `acc`.
-void add_block(uint block, uint c) {
+// Adds the products of a span of a block, whose weights are in slot c of `v`, to `acc`.
+void add_span(uint block, uint c, uint span) {
+    uint parameters = (c * SPANS + span) * R;
     float z[R];
     [[unroll]] for (uint r = 0u; r < R; ++r) {
-        uint own = zeros[c * R + r];
+        uint own = zeros[parameters + r];
         z[r] = ZERO == 0u ? 0.0 : (ZERO == 1u ? float(int(own)) : uintBitsToFloat(own));
     }
     float middle = BITS == 4u ? 8.0 : 0.0;
@@ -159,7 +165,7 @@ void add_block(uint block, uint c) {
         float sums[R];
         float plain = 0.0;
         [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] = 0.0;
-        [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+        [[unroll]] for (uint h = span * STEPS; h < (span + 1u) * STEPS; ++h) {
             uvec4 from[R];
             [[unroll]] for (uint r = 0u; r < R; ++r) from[r] = bytes((c * R + r) * P, h);
             [[unroll]] for (uint i = 0u; i < 4u; ++i) {
@@ -171,21 +177,21 @@ void add_block(uint block, uint c) {
             }
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
-            acc[r] += scales[c * R + r] * sums[r];
+            acc[r] += scales[parameters + r] * sums[r];
             if (ZERO == 2u) acc[r] += z[r] * plain;
         }
     } else {
         int sums[R];
         int ones = 0;
         [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] = 0;
-        [[unroll]] for (uint h = 0u; h < 2u; ++h) {
+        [[unroll]] for (uint h = span * STEPS; h < (span + 1u) * STEPS; ++h) {
             uvec4 own = codes[block * 2u + h];
             if (ZERO != 0u || BITS == 4u) ones += dot16(own, uvec4(0x01010101u));
             [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] += dot16(own, bytes((c * R + r) * P, h));
         }
         [[unroll]] for (uint r = 0u; r < R; ++r) {
             int less = ZERO == 1u ? int(z[r]) : int(middle);
-            acc[r] += scales[c * R + r] * float(sums[r] - less * ones);
+            acc[r] += scales[parameters + r] * float(sums[r] - less * ones);
             if (ZERO == 2u) acc[r] += z[r] * float(ones);
         }
     }
@@ -329,7 +335,8 @@ void main() {
     for (uint first = lane() >> 3; first < blocks; first += stride * UNROLL) {
         if (first != lane() >> 3) load(tile, first);
         [[unroll]] for (uint c = 0u; c < UNROLL; ++c) {
-            if (first + c * stride < blocks) add_block(first + c * stride, c);
+            if (first + c * stride >= blocks) continue;
+            [[unroll]] for (uint span = 0u; span < SPANS; ++span) add_span(first + c * stride, c, span);
         }
     }
     // 3. Lanes of a subgroup that share a row, 8 apart, add their blocks up by shuffles ...

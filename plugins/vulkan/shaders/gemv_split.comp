@@ -1,8 +1,8 @@
-// Decomposes floats into DIGITS signed digits to base 256, with one power of two per CHUNK blocks of 32 columns (see
-// gemv_digits). The part that digits cannot hold is written as floats (`rest`); a chunk is marked if that is more than
-// 2^-21 of an element. A chunk that is not finite, or too large or small for powers of two, is written to `rest` whole.
+// Decomposes floats into DIGITS signed digits to base 256, with one power of two per chunk of STEPS times 16 columns
+// (see gemv_digits). The part that digits cannot hold is written as floats (`rest`); a chunk is marked if that is more
+// than 2^-21 of an element. A chunk that is not finite, or too large or small for powers of two, is written to `rest` whole.
 //
-// An invocation decomposes four columns, from global memory to global memory. Eight neighbours share a block, and the
+// An invocation decomposes four columns, from global memory to global memory. Four neighbours share a step, and the
 // lanes of a chunk share a subgroup: they exchange magnitudes and sums by shuffles, without shared memory or barriers.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -12,7 +12,7 @@
 #include "gpu_rows.glsl"
 
 layout(constant_id = 0) const uint DIGITS = 3u;
-layout(constant_id = 1) const uint CHUNK = 1u;
+layout(constant_id = 1) const uint STEPS = 2u;  // a power of two
 layout(local_size_x = 64) in;
 
 layout(push_constant) uniform Push { uint m, k, pitch, group, padded, blocks, dtype; };
@@ -33,7 +33,7 @@ void main() {
         if (row < m) value[i] = fetch_padded(row, word * 4u + i, k, pitch, group, padded, dtype);
         bits = max(bits, floatBitsToUint(value[i]) & 0x7fffffffu);
     }
-    [[unroll]] for (uint o = 1u; o < 8u * CHUNK; o <<= 1) bits = max(bits, subgroupShuffleXor(bits, o));
+    [[unroll]] for (uint o = 1u; o < 4u * STEPS; o <<= 1) bits = max(bits, subgroupShuffleXor(bits, o));
     // The power of two: with the chunk's largest magnitude below 2^(e + 1), x 2^shift fits the digits.
     // |whole| < 2^(8 DIGITS - 1) less one part in 128, which the digits can just hold.
     int e = int((bits + 0x20000u) >> 23) - 127;
@@ -61,7 +61,7 @@ void main() {
             whole = (whole - digit) >> 8;
         }
     }
-    [[unroll]] for (uint o = 1u; o < 8u * CHUNK; o <<= 1) {
+    [[unroll]] for (uint o = 1u; o < 4u * STEPS; o <<= 1) {
         low += subgroupShuffleXor(low, o);
         high += subgroupShuffleXor(high, o);
         marked |= subgroupShuffleXor(marked, o);
@@ -72,5 +72,6 @@ void main() {
     float down = uintBitsToFloat(uint(127 - shift / 2) << 23);
     float less = uintBitsToFloat(uint(127 - shift + shift / 2) << 23);
     if (marked != 0u) rest[block * 8u + word % 8u] = fits ? lost * down * less : value;
-    if (word % (8u * CHUNK) == 0u) sums[block / CHUNK] = uvec4(floatBitsToUint(down * less), low, high, marked);
+    if (word % (4u * STEPS) == 0u)
+        sums[(row * blocks * 8u + word) / (4u * STEPS)] = uvec4(floatBitsToUint(down * less), low, high, marked);
 }

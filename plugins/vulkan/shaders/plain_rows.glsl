@@ -1,7 +1,7 @@
 // Rows of x whose range float16 cannot hold, for kernels of cooperative matrices: coop_prep stores zeros in their
 // place, marks them by a negative scale and keeps them as float32 behind the scales. Their products are computed one
 // by one, which is slow, and rare. Needs formats.glsl, BITS, ZERO and P, and the push constants m, np, blocks and
-// group_blocks. NUMBERS: what four codes stand for, if not themselves; NO_ZERO: what is subtracted from them without
+// group_steps. NUMBERS: what four codes stand for, if not themselves; NO_ZERO: what is subtracted from them without
 // zero points.
 
 #ifndef NUMBERS
@@ -23,13 +23,12 @@ vec4 plain_codes(uint at, uint word) {
 float plain_product(uint row, uint words, uint n_, uint first, uint end) {
     uint from = (m + 3u) / 4u + row * words;
     float sum = 0.0;
-    for (uint block = first; block < end; ++block) {
-        uint parameter = block / group_blocks * np + n_;
+    for (uint four = first * 8u; four < end * 8u; ++four) {
+        uint parameter = four / 4u / group_steps * np + n_;
         float z = ZERO == 1u ? float(int(zero[parameter])) : NO_ZERO;
         float more = ZERO == 2u ? uintBitsToFloat(zero[parameter]) : 0.0;
-        uint at = ((n_ >> 3) * blocks + block) * P * 8u + (n_ & 7u);
-        for (uint word = 0u; word < 8u; ++word)
-            sum += dot(plain_x[from + block * 8u + word], (NUMBERS(plain_codes(at, word)) - z) * scale[parameter] + more);
+        uint at = ((n_ >> 3) * blocks + four / 8u) * P * 8u + (n_ & 7u);
+        sum += dot(plain_x[from + four], (NUMBERS(plain_codes(at, four % 8u)) - z) * scale[parameter] + more);
     }
     return sum;
 }

@@ -12,13 +12,13 @@ layout(binding = 7) writeonly buffer Result4 { vec4 result4[]; };
 layout(binding = 7) writeonly buffer Result2 { uvec2 result2[]; };
 
 void main() {
-    uint words = push.groups * push.blocks * 8u;
+    uint words = push.groups * push.steps * 4u;
     uint place = (gl_WorkGroupID.x + gl_WorkGroupID.y * push.grid) * gl_WorkGroupSize.x + gl_LocalInvocationID.x;
     uint row = place / words;
     if (row >= push.all_rows) return;
     uint word = place - row * words;
-    uint g = word / (push.blocks * 8u);
-    vec4 x = read_columns(origin(row), g, (word - g * push.blocks * 8u) * 4u, 0.0);
+    uint g = word / (push.steps * 4u);
+    vec4 x = read_columns(origin(row), g, (word - g * push.steps * 4u) * 4u, 0.0);
     if (push.mode == F32) {
         result4[place] = x;
     } else {

@@ -43,7 +43,7 @@ uint team_size() {
 }
 
 uint words_of_group() {
-    return push.blocks * 8u;
+    return push.steps * 4u;
 }
 
 // Words that a lane has, at most.

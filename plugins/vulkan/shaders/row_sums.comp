@@ -24,7 +24,7 @@ void main() {
     float value = 0.0;
     for (uint g = lane / 8u; g < groups && n < np; g += 16u) {
         uint at = g * np + n;
-        int count = int(min(group, k - g * group));
+        int count = int(min(group, k - min(g * group, k)));
         int less = integer != 0u ? int(zero[at]) : offset;
         value += scale[at] * float(sums[at] - less * count);
         if (zero_float != 0u) value += uintBitsToFloat(zero[at]) * float(count);

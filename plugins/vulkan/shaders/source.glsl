@@ -1,6 +1,6 @@
 // Activations as they came: rows of f32, f16, bf16 or int8, or the columns of a convolution over an NHWC image. These
 // are never written out: `element` finds the pixel and channel for column k of row m. Columns are read in fours, as the
-// padded rows of `layout.Geometry` have them: whole groups of K, each rounded up to blocks of 32.
+// padded rows of `layout.Geometry` have them: whole groups of K, each rounded up to steps of 16.
 
 layout(constant_id = 1) const uint CONV = 0u;
 layout(constant_id = 2) const uint DTYPE = 0u;    // F32, F16, BF16 or INT8
@@ -12,7 +12,7 @@ layout(push_constant) uniform Push {
     uint pitch;      // elements from row to row, of an image from pixel to pixel
     uint group;      // columns of a group
     uint groups;
-    uint blocks;     // blocks of 32 columns in a padded group
+    uint steps;      // steps of 16 columns in a padded group
     uint grid;       // workgroups in x, by which rows or words are folded
     uint all_rows;   // rows of all channel groups
     uint mode;       // prepare: dtype of the result; quantize: SYMMETRIC, ASYMMETRIC, GIVEN or PER_TOKEN
@@ -90,9 +90,14 @@ vec4 read_four(uint place, float outside) {
     return vec4(unpack_pair(words.x, DTYPE), unpack_pair(words.y, DTYPE));
 }
 
+// Columns of group g; the last group may be shorter, or empty.
+uint columns_of(uint g) {
+    return min(push.group, push.k - min(g * push.group, push.k));
+}
+
 // Columns of group g from `offset` on: how many of four exist.
 uint count_columns(uint g, uint offset) {
-    uint end = min(push.group, push.k - g * push.group);
+    uint end = columns_of(g);
     return offset >= end ? 0u : min(end - offset, 4u);
 }
 

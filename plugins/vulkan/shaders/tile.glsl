@@ -22,7 +22,7 @@ layout(push_constant) uniform Push {
     uint columns;     // columns of one channel group
     uint padded_n;    // N of scale, zero and sums, rounded up to 8
     uint groups;      // groups of K
-    uint blocks;      // blocks of 32 k in a group
+    uint steps;       // steps of 16 k in a group
     uint row_stride;  // vec4 or uvec4 of a row of x
     uint pitch;       // elements of a row of the result
     uint first;       // the first column in result and bias
@@ -45,9 +45,6 @@ layout(binding = 6) readonly buffer Bias { float bias[]; };
 layout(binding = 6) readonly buffer Ends { int ends[]; };  // before the biases
 
 #include "experts.glsl"
-
-// Steps of 16 k in a block of 32: a lane takes one of each of its rows and columns at a time.
-const uint STEPS = 2u;
 
 uint first_column() {
     return gl_WorkGroupID.x * gl_WorkGroupSize.x * TN + gl_LocalInvocationID.x;
@@ -81,9 +78,9 @@ uint weight_row(uint j) {
     return weight_first + own_column(j);
 }
 
-// Where the vectors of a row of the weight begin; they lie 8 apart.
+// Where the vectors of a row of the weight begin; they lie 8 apart. An int8 vector is a step, an int4 vector two.
 uint first_vector(uint n) {
-    return (n / 8u) * push.groups * push.blocks * (BITS / 4u) * 8u + n % 8u;
+    return (n / 8u) * push.groups * push.steps * BITS + n % 8u;
 }
 
 // The codes of 16 k, four to a word in the order of k, of the row that begins at vector `first`: a vector of int8, half

@@ -2,9 +2,10 @@
 
 Everything here except `upload` and `download` runs as torch ops on the CPU.
 
-A weight ``(N, K)`` is split into groups of K that share a scale, each padded to blocks of 32 k; N is padded to 8 rows.
-Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * blocks + block) * 8 P + 8 p + n % 8``, so that eight
-rows of the weight are interleaved.
+A weight ``(N, K)`` is split into groups of K that share a scale, each padded to blocks of 32 k. Groups of up to 16 k
+are padded to half a block, and two share one: their number is made even, so that the last may be empty. N is padded to
+8 rows. Codes are vectors of 16 bytes, P to a block: number ``((n // 8) * row_blocks + block) * 8 P + 8 p + n % 8``, so
+that eight rows of the weight are interleaved.
 
 - Of more than four bits, P = 2: vector p holds k = 16 p ... 16 p + 15 of its block as bytes, signed if integers.
 - Of up to four bits, P = 1: integers as ``u = q + 8``; word j of four holds k = 8 j ... 8 j + 7: the low nibbles of its
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 """Columns of K that are stored together."""
+STEP = 16
+"""Columns of K that shaders multiply at a time: half a block."""
 ROWS = 8
 """Rows of N that are stored side by side."""
 LONGEST = 16384
@@ -66,9 +69,9 @@ class Halves(NamedTuple):
 class Geometry:
     """Sizes of a weight as it is stored.
 
-    **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter;
-    ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``; ``is_table``:
-    whether codes index a table; ``halves``: its values as float16 matrices, None if they do not fit.
+    **Fields:** ``n``, ``k``; ``bits``: 4 or 8; ``group``: columns of a stored group, the last may be shorter, and empty
+    if ``halved``; ``groups``; ``split``: how many stored groups a group of the format is split into; ``zero_kind``;
+    ``is_table``: whether codes index a table; ``halves``: its values as float16 matrices, None if they do not fit.
     """
 
     n: int
@@ -87,17 +90,30 @@ class Geometry:
         group = _stored_group(format, k)
         split, element = -(-format.group(k) // group), format.element
         kinds = (_KINDS[format.zero], not element.is_integer, halves_of(element))
-        return cls(n, k, element.container_bits, group, -(-k // group), split, *kinds)
+        groups = -(-k // group)
+        if groups > 1 and group <= STEP:
+            groups += groups % 2
+        return cls(n, k, element.container_bits, group, groups, split, *kinds)
 
     @cached_property
-    def blocks(self) -> int:
-        """Blocks of a group."""
-        return -(-self.group // BLOCK)
+    def halved(self) -> bool:
+        """Whether two groups share a block."""
+        return self.groups > 1 and self.group <= STEP
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of 16 columns of a group: 1 if ``halved``, else two to a block."""
+        return 1 if self.halved else 2 * -(-self.group // BLOCK)
+
+    @cached_property
+    def row_blocks(self) -> int:
+        """Blocks of a row."""
+        return self.groups * self.steps // 2
 
     @cached_property
     def columns(self) -> int:
         """Columns with padding: the length of a row of prepared activations."""
-        return self.groups * self.blocks * BLOCK
+        return self.row_blocks * BLOCK
 
     @cached_property
     def row_bytes(self) -> int:
@@ -217,7 +233,7 @@ def _pack_codes(codes: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     stored = pad(codes + _offset(g), (0, g.groups * g.group - g.k, 0, -codes.shape[0] % ROWS))
     groups = stored.view(-1, g.groups, g.group)
     sums = groups.sum(-1, dtype=torch.int32).t()
-    padded = pad(groups, (0, g.blocks * BLOCK - g.group)).view(torch.uint8)
+    padded = pad(groups, (0, g.steps * STEP - g.group)).view(torch.uint8)
     if g.bits == 8:
         data = padded.reshape(-1, ROWS, g.columns // 16, 16).transpose(1, 2)
     else:
@@ -227,9 +243,9 @@ def _pack_codes(codes: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 
 def _pack_parameter(values: Tensor, geometry: Geometry) -> Tensor:
-    """``(G, N)`` of the format as ``(groups, N padded)``."""
+    """``(G, N)`` of the format as ``(groups, N padded)``; 0 for an empty group."""
     stored = values.repeat_interleave(geometry.split, 0)[: geometry.groups]
-    return pad(stored, (0, -geometry.n % ROWS)).contiguous()
+    return pad(stored, (0, -geometry.n % ROWS, 0, geometry.groups - stored.shape[0])).contiguous()
 
 
 def unpack(
@@ -239,7 +255,7 @@ def unpack(
     g = geometry
     data = format.codec.encode(_unpack_codes(packed.codes, g)[: g.n])
     stored = packed.scale if packed.scale_bytes is None else packed.scale_bytes
-    scale = stored[:: g.split, : g.n].contiguous()
+    scale = stored[:: g.split, : g.n][: format.groups(g.k)].contiguous()
     if packed.scale_bytes is not None:
         scale = scale.view(scale_dtype)
     elif format.scale is ScaleType.E8M0:
@@ -248,7 +264,7 @@ def unpack(
         scale = scale.to(scale_dtype)
     zero = packed.zero
     if zero is not None:
-        zero = zero[:: g.split, : g.n].contiguous()
+        zero = zero[:: g.split, : g.n][: format.groups(g.k)].contiguous()
         if g.zero_kind == INT_ZERO:
             zero = format.codec.encode_zero((zero - _offset(g)).to(torch.int8))
         else:
@@ -263,7 +279,7 @@ def _unpack_codes(words: Tensor, geometry: Geometry) -> Tensor:
     if g.bits == 4:
         data = data.reshape(*data.shape[:-1], 4, 4)
         data = torch.stack((data & 15, data >> 4), dim=-2)
-    groups = data.reshape(-1, g.groups, g.blocks * BLOCK)[..., : g.group]
+    groups = data.reshape(-1, g.groups, g.steps * STEP)[..., : g.group]
     codes = groups.reshape(-1, g.groups * g.group)[:, : g.k]
     return codes if g.is_table else codes.view(torch.int8) - _offset(g)
 

@@ -19,7 +19,7 @@ def embedding(
     y = new_rows(b, count, g.k, out_dtype, out)
     groups = fold(-(-count * g.row_bytes // (4 * LANES)))
     for part in weight.parts:
-        sizes = [count, g.k, part.padded_n, g.group, g.groups, g.blocks, y.pitch, NUMBERS[out_dtype], g.zero_kind]
+        sizes = [count, g.k, part.padded_n, g.group, g.groups, g.steps, y.pitch, NUMBERS[out_dtype], g.zero_kind]
         zero = part.scale if part.zero is None else part.zero
         refs: list[Ref | Buffer | None] = [part.codes, part.scale, zero, part.values, indices, None, None, y.ref]
         b.dispatch(

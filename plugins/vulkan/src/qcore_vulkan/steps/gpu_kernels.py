@@ -10,7 +10,7 @@ import torch
 
 from ..builder import Builder, Ref, fold
 from ..device import Buffer
-from ..layout import FLOAT_ZERO, INT_ZERO, Geometry, Halves, Part
+from ..layout import FLOAT_ZERO, INT_ZERO, STEP, Geometry, Halves, Part
 from .experts import Added, columns, first_column, is_biased, memory, row_tiles, words
 from .problem import Activations
 from .rows import NUMBERS, FloatRows, Int8Rows, Rows
@@ -68,15 +68,19 @@ class Digits:
             self.subgroup,
             self.blocks(g),
             int(self.experts),
+            int(g.halved),
         )
 
     def blocks(self, geometry: Geometry) -> int:
         """Blocks of a chunk of this weight. Lanes that split x exchange data by shuffles, eight per block."""
         most = self.chunk if self.digits == 1 else min(self.chunk, self.subgroup // 8)
-        return next(c for c in (4, 2, 1) if c <= most and geometry.blocks % c == 0)
+        return next((c for c in (4, 2) if c <= most and geometry.steps % (2 * c) == 0), 1)
+
+    def _steps(self, geometry: Geometry) -> int:
+        """Steps of 16 columns whose digits have a power of two in common."""
+        return 1 if geometry.halved else 2 * self.blocks(geometry)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
-        blocks = geometry.groups * geometry.blocks
         asymmetric = isinstance(x, Int8Rows) and x.asymmetric
         extra: Ref | None
         if isinstance(x, Int8Rows):
@@ -85,7 +89,7 @@ class Digits:
         else:
             codes, params, extra = self._split(b, x, geometry)
         n = columns(bias, part, geometry)
-        push = [out.rows, n, part.padded_n, blocks, 1.0 / geometry.blocks, *_result(out, bias, part)]
+        push = [out.rows, n, part.padded_n, geometry.row_blocks, 2.0 / geometry.steps, *_result(out, bias, part)]
         push += [int(asymmetric), out.rows, *words(bias, part, geometry)]
         x_tiles, folds, _ = fold(-(-n // (8 * self.r)))
         groups = (x_tiles, folds, row_tiles(out.rows, self.rows, bias))
@@ -94,17 +98,17 @@ class Digits:
 
     def helpers(self, geometry: Geometry) -> list[Pipeline]:
         """Pipelines that it needs in addition to its own."""
-        return [] if self.digits == 1 else [("gemv_split", (self.digits, self.blocks(geometry)), self.subgroup)]
+        return [] if self.digits == 1 else [("gemv_split", (self.digits, self._steps(geometry)), self.subgroup)]
 
     def _split(self, b: Builder, x: Activations, geometry: Geometry) -> tuple[Ref, Ref, Ref]:
         """Digits of float rows; scale and sums of each chunk; the remainder that digits do not hold."""
         ref, sizes, dtype = _source(x, geometry)
-        rows, blocks, chunk = int(sizes[0]), geometry.groups * geometry.blocks, self.blocks(geometry)
+        rows, blocks, steps = int(sizes[0]), geometry.row_blocks, self._steps(geometry)
         ((variant, constants, subgroup),) = self.helpers(geometry)
         groups, push = fold(-(-rows * blocks * 8 // _SPLIT_LANES)), [*sizes, blocks, dtype]
 
         def make() -> tuple[Ref, Ref, Ref]:
-            codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks // chunk * 16)
+            codes, sums = b.scratch(rows * blocks * self.digits * 32), b.scratch(rows * blocks * 2 // steps * 16)
             rest = b.scratch(rows * blocks * 128)
             b.dispatch(variant, constants, groups, push, [ref, codes, sums, rest], subgroup=subgroup)
             return codes, sums, rest
@@ -131,7 +135,7 @@ class CoopGemv(Single):
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        fold_ = 0 if g.groups == 1 else next(c for c in (self.chunk, 2, 1) if g.blocks % c == 0)
+        fold_ = 0 if g.groups == 1 else gcd(2 * self.chunk, g.steps)
         return self.lanes, self.r, self.chunk, fold_, g.bits, g.zero_kind, self.tn
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
@@ -170,8 +174,9 @@ class TileShape:
         return (self.bm // self.m) * (self.bn // self.n)
 
     def blocks(self, geometry: Geometry) -> int:
-        """Blocks at a time: a number that divides those of a group."""
-        return next(c for c in (4, 2, 1) if c <= self.kb and geometry.blocks % c == 0)
+        """Blocks at a time: a number that divides those of a group, or of a row if groups share blocks."""
+        whole = geometry.row_blocks if geometry.halved else geometry.steps // 2
+        return next(c for c in (4, 2, 1) if c <= self.kb and whole % c == 0)
 
     def tile_bytes(self, geometry: Geometry, width: int, terms: int = 1) -> int:
         """Bytes of both tiles, of ``terms`` of x, of elements of ``width`` bytes, each row padded by 16."""
@@ -222,7 +227,7 @@ class SharedInt(Single):
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, g = self.shape, geometry
-        form = (g.bits, g.zero_kind, int(g.groups > 1), int(self.experts))
+        form = (g.bits, g.zero_kind, int(g.groups > 1), int(self.experts), int(g.halved))
         return s.owners, s.bm, s.bn, s.blocks(g), s.m, s.n, *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
@@ -249,11 +254,13 @@ class CoopInt8(Single):
     form: Literal["int8"] = "int8"
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
-        return _coop_constants(self.shape, self.tile, self.subgroup, geometry)
+        return *_coop_constants(self.shape, self.tile, self.subgroup, geometry), int(geometry.halved)
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
-        return _coop_needs(self, geometry, 1)
+        lanes, shared = _coop_needs(self, geometry, 1)
+        zeros = self.tile[2] > STEP and geometry.halved  # beside each step of the weight's tile
+        return lanes, shared + (self.shape.bn * self.shape.blocks(geometry) * 32 if zeros else 0)
 
     def append(self, b: Builder, x: Activations, part: Part, geometry: Geometry, bias: Added, out: Rows) -> None:
         refs, tokens = _int8(b, x, part, geometry, bias, out)
@@ -277,7 +284,8 @@ class CoopF16(Single):
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         g = geometry
-        return *_coop_constants(self.shape, self.tile, self.subgroup, g), self.terms, g.values, *_halves_of(g)
+        form = (self.terms, g.values, *_halves_of(g), int(g.halved))
+        return *_coop_constants(self.shape, self.tile, self.subgroup, g), *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
@@ -307,9 +315,10 @@ class CoopFragments(Single):
 
     def constants(self, geometry: Geometry) -> tuple[int, ...]:
         s, g = self.shape, geometry
-        group = g.blocks if g.groups > 1 else 0
+        group = max(1, g.steps // 2) if g.groups > 1 else 0
         sizes = (s.owners * 32, s.bm, s.bn, s.kb, s.m, s.n)
-        return *sizes, g.zero_kind, group, gcd(s.kb, group), self.terms, g.values, *_halves_of(g)
+        form = (self.terms, g.values, *_halves_of(g), int(g.halved))
+        return *sizes, g.zero_kind, group, gcd(s.kb, group), *form
 
     def needs(self, geometry: Geometry) -> tuple[int, int]:
         """Lanes of a workgroup and bytes of shared memory."""
@@ -320,7 +329,7 @@ class CoopFragments(Single):
         halves = _halves(b, x, geometry, geometry.columns, out.rows, terms=self.terms, quads=True)
         refs = bindings(halves.codes, part, halves.scales, bias, out, halves.sums)
         refs.append(part.table or halves.codes)
-        blocks, step = geometry.groups * geometry.blocks, self.shape.kb
+        blocks, step = geometry.row_blocks, self.shape.kb
         split = -(-blocks // (self.splits * step)) * step
         _append_coop(self, b, part, geometry, bias, out, refs, [], (split, -(-blocks // split)))
 
@@ -351,7 +360,8 @@ def _int8(
 def _whole_groups(kernel: CoopInt8 | CoopF16, geometry: Geometry) -> tuple[int, int]:
     """The steps of a part of K, which is of whole groups, and the number of parts."""
     g, kb = geometry, kernel.shape.blocks(geometry)
-    whole, steps = (1 if g.groups == 1 else g.blocks // kb), g.groups * g.blocks // kb
+    whole = 1 if g.groups == 1 or g.halved else g.steps // (2 * kb)
+    steps = g.row_blocks // kb
     split = -(-steps // (kernel.splits * whole)) * whole
     return split, -(-steps // split)
 
@@ -398,7 +408,8 @@ def _coop_needs(kernel: CoopInt8 | CoopF16, geometry: Geometry, width: int, term
     tiles = s.tile_bytes(geometry, width, terms)
     first = tiles * terms * s.bm // (terms * s.bm + s.bn)
     results = 4 * s.owners * kernel.tile[0] * kernel.tile[1]
-    return s.owners * kernel.subgroup, tiles + max(0, results - first) + 8 * (s.bn + 4) + 4
+    groups = 2 * s.blocks(geometry) if geometry.halved else 1
+    return s.owners * kernel.subgroup, tiles + max(0, results - first) + 8 * groups * (s.bn + 4) + 4
 
 
 def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int, g: Geometry) -> tuple[int, ...]:
@@ -408,7 +419,7 @@ def _coop_constants(shape: TileShape, tile: tuple[int, int, int], subgroup: int,
 
 
 def _sizes(part: Part, geometry: Geometry, out: Rows, n: int) -> list[int | float]:
-    return [out.rows, n, part.padded_n, geometry.groups * geometry.blocks, geometry.blocks]
+    return [out.rows, n, part.padded_n, geometry.row_blocks, geometry.steps]
 
 
 def _result(out: Rows, bias: Added, part: Part) -> list[int | float]:
@@ -429,7 +440,7 @@ def _source(x: Activations, geometry: Geometry) -> tuple[Ref, list[int | float],
         columns = geometry.columns
         return x.ref, [x.rows, columns, x.stride, columns, columns], NUMBERS[x.dtype]
     assert isinstance(x, Rows)
-    padded = geometry.blocks * 32
+    padded = geometry.steps * STEP
     return x.ref, [x.rows, geometry.k, x.pitch, geometry.group, padded], NUMBERS[x.dtype]
 
 
@@ -453,11 +464,12 @@ def _halves(
     m = int(sizes[0])
     summed = geometry.zero_kind == FLOAT_ZERO
     plain = 0 if dtype == NUMBERS[torch.float16] else 4 * m * columns
-    aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group % 32 == 0
-    push = [*sizes, columns, int(summed), geometry.blocks * 32, geometry.groups, tile]
+    padded = geometry.steps * STEP
+    aligned = isinstance(x, FloatRows) or geometry.groups == 1 or geometry.group == padded
+    push = [*sizes, columns, int(summed), padded, geometry.groups, tile]
     lanes = min(1024 if columns > 4096 else 256, 1 << b.device.description.limits.max_invocations.bit_length() - 1)
     order = 16 if geometry.is_table and geometry.bits == 4 else geometry.bits
-    constants = (order, lanes, dtype, int(aligned), terms, int(quads))
+    constants = (order, lanes, dtype, int(aligned), terms, int(quads) * (1 + geometry.halved))
 
     def make() -> _Halves:
         halves, scales = b.scratch(terms * rows * columns * 2), b.scratch(16 * -(-m // 4) + plain)

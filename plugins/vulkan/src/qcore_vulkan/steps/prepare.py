@@ -62,7 +62,7 @@ class Source:
     def push(self, geometry: Geometry, grid: int, mode: int, scale: float = 0.0, zero: int = 0) -> list[int | float]:
         """The push constants of `prepare` and `quantize`."""
         w, g = self.window, geometry
-        words = [self.rows, g.k, self.x.pitch, g.group, g.groups, g.blocks, grid, self.rows * self.heads, mode]
+        words = [self.rows, g.k, self.x.pitch, g.group, g.groups, g.steps, grid, self.rows * self.heads, mode]
         return [*words, scale, zero, *((0, 1) if w is None else (w.first, w.channels, *w.sizes))]
 
     def constants(self, geometry: Geometry) -> tuple[int, int, int]:
@@ -145,5 +145,5 @@ def _quantize_shape(device: Device, geometry: Geometry) -> tuple[int, int]:
     most = 1 << min(most, device.description.limits.max_invocations).bit_length() - 1
     lanes = min(most, max(32, 1 << (words - 1).bit_length()))
     team = max(1, lanes >> (geometry.groups - 1).bit_length())
-    each = -(-8 * geometry.blocks // team) * -(-geometry.groups * team // lanes)
+    each = -(-4 * geometry.steps // team) * -(-geometry.groups * team // lanes)
     return lanes, each if each <= _MOST_KEPT else 0

@@ -44,7 +44,7 @@ class Tile:
         groups = (-(-n // (self.lanes * self.tn)), row_tiles(out.rows, self.tm, bias), self.heads)
         stride = (x.words if isinstance(x, Int8Rows) else x.stride) // 4
         form = [first_column(bias, part), NUMBERS[out.dtype], g.zero_kind, int(is_biased(bias))]
-        push: list[int | float] = [out.rows, n, part.padded_n, g.groups, g.blocks, stride, out.pitch, *form, x.rows]
+        push: list[int | float] = [out.rows, n, part.padded_n, g.groups, g.steps, stride, out.pitch, *form, x.rows]
         zero = part.scale if part.zero is None else part.zero
         refs: list[Ref | Buffer | None] = [part.codes, part.scale, zero]
         if isinstance(x, Int8Rows):

@@ -90,8 +90,9 @@ class RowGemv(Single):
         g = geometry
         sixteens = g.columns // 16 if self.codes else 1
         form = (self.unroll, self.subgroup, int(self.codes), sixteens, g.values)
-        around = (PROLOGUES[self.prologue], self._made(g) // 4, *(() if self.rotated is None else (self.rotated,)))
-        return self.lanes, self.r, g.bits, g.zero_kind, *form, *around
+        around = (PROLOGUES[self.prologue], self._made(g) // 4, int(g.halved))
+        rotated = () if self.rotated is None else (self.rotated,)
+        return self.lanes, self.r, g.bits, g.zero_kind, *form, *around, *rotated
 
     def _made(self, geometry: Geometry) -> int:
         """Floats of x in shared memory."""
@@ -115,8 +116,7 @@ class RowGemv(Single):
     ) -> None:
         assert not isinstance(x, Int8Rows)
         x = local(b, x) if isinstance(x, Rows) else x  # every workgroup reads it
-        blocks = geometry.groups * geometry.blocks
-        push = [part.n, part.padded_n, blocks, 1.0 / geometry.blocks]
+        push = [part.n, part.padded_n, geometry.row_blocks, 2.0 / geometry.steps]
         push += [out.pitch, NUMBERS[out.dtype], int(is_biased(bias)), first_column(bias, part)]
         push += [int(around.residual is not None), int(around.other is not None), around.eps]
         refs = bindings(x.ref, part, part.table or around.residual, bias, out, around.other)
@@ -163,7 +163,7 @@ def row_kernels(description: Description, problem: GemmProblem, cores: int) -> I
     if problem.m != 1 or not (as_it_is or g.is_table) or (codes and not problem.symmetric):
         return
     variant = "gemv_row_dot" if description.features.get("integer_dot") else "gemv_row_plain"
-    blocks = g.groups * g.blocks
+    blocks = g.row_blocks
     most = 4 if g.bits == 4 else 2
     r = next((r for r in (4, 2) if r <= most and -(-g.n // (8 * r)) * 8 >= 7 * cores), 1)
     lanes = 512

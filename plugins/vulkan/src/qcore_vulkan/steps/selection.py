@@ -176,7 +176,7 @@ def _coop_float(
 
 def _digits(description: Description, problem: GemmProblem, variant: str, digits: int) -> Iterator[Kernel]:
     subgroup, g = description.subgroup.size, problem.geometry
-    cores, blocks = description.limits.cores or _CORES, g.groups * g.blocks
+    cores, blocks = description.limits.cores or _CORES, g.row_blocks
     rows = next(size for size in (1, 2, 4, 8) if size >= min(problem.m, FEW))
     # With int4 a lane holds more rows of the weight, with int8 more blocks: equally many bytes in flight.
     most = 4 if g.bits == 4 or rows == FEW else 2
