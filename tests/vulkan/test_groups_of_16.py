@@ -101,7 +101,7 @@ def test_digits(vulkan, monkeypatch, scheme, chunk):  # noqa: F811
         assert_right(vulkan, problem)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g16-asym", "w8a16-g16"])
+@pytest.mark.parametrize("scheme", ["w4a16-g16-asym", "w8a16-g16-fzp"])
 @pytest.mark.parametrize("large", [torch.nan, torch.inf, 3e38, 4096.0])
 def test_digits_of_a_group_beside_a_large_value(vulkan, monkeypatch, scheme, large):  # noqa: F811
     only(monkeypatch, vulkan, lambda _: Digits("gemv_digits_dot", 4, 64, 2, 1, 1, 1, vulkan.description.subgroup.size))

@@ -183,9 +183,10 @@ def test_kernels_keep_to_the_limits_of_a_device(rich, lanes, shared):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_digits_keep_what_is_not_finite(vulkan, monkeypatch, dtype, value, place):  # noqa: F811
     only(monkeypatch, vulkan, lambda asked: digits(vulkan, 4 if asked.x_dtype == torch.float32 else 3))
-    asked = drawn("w4a16-g32", 1, 16, 64, dtype, bias="same")
-    asked.x[0, place] = value
-    assert_right(vulkan, asked)
+    for scheme in ("w4a16-g32", "w8a16-g32-fzp"):
+        asked = drawn(scheme, 1, 16, 64, dtype, bias="same")
+        asked.x[0, place] = value
+        assert_right(vulkan, asked)
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32-asym", "w4a16-g32-fzp"])

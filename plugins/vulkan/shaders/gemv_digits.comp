@@ -154,16 +154,15 @@ vec4 code4(uint word) {
 void add_rest(uint block, uint h, uint r, uint m_, uint row_of_x, uint at, uint weight) {
     uint parameter = group_of(block, h) * np + weight;
     float z = float(ZERO == 1u ? int(zero[parameter]) : (BITS == 4u ? 8 : 0));
+    float more = ZERO == 2u ? uintBitsToFloat(zero[parameter]) : 0.0;
     vec4 sum = vec4(0.0);
-    vec4 plain = vec4(0.0);
     uvec4 codes = bytes(w[at], w[at + (P - 1u) * 8u], h);
     for (uint i = 0u; i < 4u; ++i) {
         vec4 left = rest[(row_of_x * blocks + block) * 8u + h * 4u + i];
-        sum += left * ((code4(codes[i]) - z) * scale[parameter]);
-        plain += left;
+        // The weight first: an infinite x times its parts may be Inf and -Inf, whose sum is NaN.
+        sum += left * ((code4(codes[i]) - z) * scale[parameter] + more);
     }
     acc[r * MT + m_] += dot(sum, vec4(1.0));
-    if (ZERO == 2u) acc[r * MT + m_] += uintBitsToFloat(zero[parameter]) * dot(plain, vec4(1.0));
 }
 
 // Scale and zero point of the row of x (int8 activations), then the bias.
