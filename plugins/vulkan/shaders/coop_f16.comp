@@ -142,8 +142,8 @@ void store_tiles() {
     }
 }
 
-// The scales of GROUPS groups, number `turn` of K, for the workgroup's columns, into the half of scale_tile that the turn
-// before does not use.
+// The scales of GROUPS groups, number `turn` of K, for the workgroup's columns, into the half of scale_tile that the
+// turn before does not use.
 void store_scales(uint col0, uint turn) {
     [[unroll]] for (uint g = 0u; g < GROUPS; ++g) {
         uint at = ((turn & 1u) * GROUPS + g) * REPEAT * SC;

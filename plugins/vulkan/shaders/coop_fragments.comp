@@ -154,8 +154,8 @@ uvec4 unpacked(uint word, float16_t z, uint term) {
 }
 
 // The word of this lane, whose first two pairs are of one group and the others of the next, if two share a block: words
-// of lanes 0 and 1 of four are of the first group, and these keep their own first two pairs and get those of lanes 2 and
-// 3, which get and keep the last two.
+// of lanes 0 and 1 of four are of the first group, and these keep their own first two pairs and get those of lanes 2
+// and 3, which get and keep the last two.
 uint of_both_groups(uint word) {
     const uint FIRST = VALUES == 0u ? 0x00FF00FFu : 0x0000FFFFu;  // the codes of the first two pairs
     const uint APART = VALUES == 0u ? 8u : 16u;                   // bits to those of the last two

@@ -25,7 +25,7 @@
 layout(constant_id = 0) const uint LANES = 512u;
 layout(constant_id = 1) const uint R = 4u;      // sixteens of rows of a workgroup
 layout(constant_id = 2) const uint CHUNK = 2u;  // 2 or 4 blocks of 32 columns
-layout(constant_id = 3) const uint FOLD = 4u;   // steps of 16 columns with a scale in common, of a chunk; 0: all of a row
+layout(constant_id = 3) const uint FOLD = 4u;   // steps of 16 columns with a scale in common; 0: all of a row
 layout(constant_id = 4) const uint BITS = 4u;
 layout(constant_id = 5) const uint ZERO = 0u;   // 0 none (int4: 8), 1 integer
 layout(constant_id = 6) const uint TN = 8u;     // rows of x in a matrix, 8 or 16

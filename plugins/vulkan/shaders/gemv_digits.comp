@@ -1,8 +1,9 @@
 // GEMV for GPUs, y = x W^T for few rows of x, by integer dot products.
 //
 // Activations are int8 codes (DIGITS = 1), or floats that gemv_split has decomposed into signed digits to base 256 with
-// one power of two per chunk of blocks, or half a block: three hold 16-bit floats, four float32. A lane owns one row of each of R row
-// groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128 contiguous bytes of the weight.
+// one power of two per chunk of blocks, or half a block: three hold 16-bit floats, four float32. A lane owns one row of
+// each of R row groups (8 rows) and every (LANES / 8)-th chunk, so that eight lanes read 128 contiguous bytes of the
+// weight.
 //
 // Grid: x, folded into y, tiles of 8 R rows of the weight; z tiles of MT rows of x, with EXPERTS of one expert each. A
 // workgroup covers all of K.
@@ -149,7 +150,7 @@ vec4 code4(uint word) {
     return vec4(word & 0xffu, (word >> 8) & 0xffu, (word >> 16) & 0xffu, word >> 24);
 }
 
-// Adds the products of a step h of a block with the part of a row of x that its digits do not hold (`rest`). It is rare:
+// Adds the products of step h of a block with the part of a row of x that its digits do not hold (`rest`). It is rare:
 // weights are read from global memory once more.
 void add_rest(uint block, uint h, uint r, uint m_, uint row_of_x, uint at, uint weight) {
     uint parameter = group_of(block, h) * np + weight;

@@ -1,6 +1,7 @@
 // Decomposes floats into DIGITS signed digits to base 256, with one power of two per chunk of STEPS times 16 columns
 // (see gemv_digits). The part that digits cannot hold is written as floats (`rest`); a chunk is marked if that is more
-// than 2^-21 of an element. A chunk that is not finite, or too large or small for powers of two, is written to `rest` whole.
+// than 2^-21 of an element. A chunk that is not finite, or too large or small for powers of two, is written to `rest`
+// whole.
 //
 // An invocation decomposes four columns, from global memory to global memory. Four neighbours share a step, and the
 // lanes of a chunk share a subgroup: they exchange magnitudes and sums by shuffles, without shared memory or barriers.
