@@ -137,6 +137,7 @@ def test_the_order_of_capabilities(rich):
     assert next(selection.candidates(rich, coarse)).terms == 1
     assert first(rich, "gemm_float", 4, "int4-g128", torch.float32).variant == "gemv_digits_dot"
     assert first(rich, "gemm_int", 512, "int8", half).variant == "coop_int8"
+    assert first(rich, "gemm_int", 512, "int8-g16", half).shape.bm == 128
     assert first(rich, "gemm_int", 512, "int8-asym", half).variant == "gemm_int_shared_dot"
     poor = replace(rich, cooperative_matrix=())
     assert first(poor, "gemm_float", 512, "int4-g128", half).variant == "gemm_float_shared"

@@ -18,7 +18,7 @@ import torch
 from .. import native, tuning_cache
 from ..description import Description
 from ..device import Device
-from ..layout import FLOAT_ZERO, INT_ZERO
+from ..layout import FLOAT_ZERO, INT_ZERO, STEP
 from . import fragments
 from .gpu_kernels import (
     OF_EXPERTS,
@@ -131,7 +131,10 @@ def _int(description: Description, problem: GemmProblem) -> Iterator[Kernel]:
         yield from _digits(description, problem, f"gemv_digits_{suffix}", 1)
     if tile is not None:
         for shape, splits in _coop_shapes(_COOP_INT8, description, problem):
-            yield CoopInt8(shape, tile, description.subgroup.size, splits)
+            # Beside each 16 columns of a group that shares a block lie zeros, which take as much shared memory.
+            padded = problem.geometry.halved and tile[2] > STEP
+            own = replace(shape, kb=shape.kb // 2) if padded else shape
+            yield CoopInt8(own, tile, description.subgroup.size, splits)
     for shape in _by_time(_INT, description, problem):
         yield SharedInt(f"gemm_int_shared_{suffix}", shape)
 
