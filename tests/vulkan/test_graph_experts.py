@@ -1,16 +1,21 @@
 """Grouped linear layers (experts) as steps of programs."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from graph_backends import part_of
 from parallel_models import experts
 from torch import nn
+from torch.nn import functional as F
+from vulkan_problems import vulkan  # noqa: F401
 
 import qcore
 from qcore import graphs
+from qcore.plugin_api import Role
 from qcore_vulkan.graphs.backend import qcore_vulkan
+from qcore_vulkan.graphs.lowering import halves
 from qcore_vulkan.graphs.support import why_not
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -151,3 +156,123 @@ def test_a_mixture_is_one_program(scheme, count):
     explained = graphs.explain(model)
     assert not explained.host
     assert explained.submissions == 1
+
+
+def by_expert(x, weight, ends):
+    """What the op of transformers computes; rows of no expert give 0."""
+    y, start = x.new_zeros(len(x), weight.shape[2]), 0
+    for one, end in zip(weight, ends.tolist(), strict=True):
+        y[start:end] = x[start:end] @ one
+        start = end
+    return y
+
+
+@pytest.fixture
+def fallback():
+    """The op that transformers defines for rows sorted by expert, as torch compiles its own for bfloat16 only."""
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        yield
+        return
+    with torch.library._scoped_library("transformers", "FRAGMENT") as library:
+        library.define("grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor")
+        library.impl("grouped_mm_fallback", by_expert, "CPU")
+        library.impl("grouped_mm_fallback", lambda x, weight, _: x.new_empty(len(x), weight.shape[2]), "Meta")
+        yield
+
+
+def grouped_mm(x, weight, ends):
+    """The product as transformers calls it; torch's own by the name that this torch has for it."""
+    if x.dtype != torch.bfloat16:
+        return torch.ops.transformers.grouped_mm_fallback(x, weight, offs=ends)
+    return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(x, weight, offs=ends)
+
+
+class FloatMixture(nn.Module):
+    """A mixture of experts as transformers computes it, of float weights: two experts of five for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 5)
+        self.up, self.down = (nn.Parameter(torch.randn(5, *size) / 6) for size in ((96, 32), (32, 48)))
+
+    def forward(self, x):
+        shares, chosen = self.router(x).softmax(-1).topk(2)
+        experts, order = chosen.reshape(-1).sort()
+        counts = torch.histc(experts.float(), bins=5, min=0, max=4)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = grouped_mm(x[order // 2], self.up.transpose(1, 2), ends).chunk(2, -1)
+        y = grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), ends) * shares.reshape(-1)[order].unsqueeze(1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return y[back].view(len(x), 2, -1).sum(1)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fallback")
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_floats_is_one_program(vulkan, monkeypatch, dtype, profile):  # noqa: F811
+    monkeypatch.setattr(vulkan, "profile", profile)
+    torch.manual_seed(2)
+    model = FloatMixture().eval().to(dtype)
+    for rows in (1, 9, 70):
+        x = torch.randn(rows, 32).to(dtype)
+        found, expected = torch.compile(model, backend=qcore_vulkan)(x), model(x)
+        assert (found.float() - expected.float()).norm() <= (3e-2 if dtype != torch.float32 else 1e-5) * expected.norm()
+        explained = graphs.explain(model)
+        assert not explained.host
+        assert {len(report.parts) for report in explained.reports} == {1}
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fallback")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_float_rows_by_their_ends(vulkan, monkeypatch, profile, dtype):  # noqa: F811
+    monkeypatch.setattr(vulkan, "profile", profile)
+    torch.manual_seed(3)
+    weight = torch.randn(4, 24, 40).to(dtype)
+    compiled = torch.compile(grouped_mm, backend=qcore_vulkan)
+    for ends in ([3, 3, 10, 33], [0, 0, 0, 33], [33, 33, 33, 33], [1, 2, 3, 4], [0, 0, 0, 0]):
+        x, last = torch.randn(33, 24).to(dtype), ends[-1]
+        parts = zip([0, *ends], ends, weight.double(), strict=False)
+        expected = torch.cat([x[start:end].double() @ one for start, end, one in parts])
+        found = compiled(x, weight, torch.tensor(ends, dtype=torch.int32))
+        rounding = {torch.float32: 2.0**-18, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+        bound = x[:last].double().abs() @ weight.double().abs().amax(0) * rounding
+        assert ((found[:last].double() - expected).abs() <= bound).all()
+        assert not found[last:].any()
+    with pytest.raises(IndexError):
+        compiled(x, weight, torch.tensor([3, 2, 4, 33], dtype=torch.int32))
+
+
+def test_float_weights_keep_their_16_bits():
+    with torch._subclasses.FakeTensorMode():
+        x, weight = torch.zeros(9, 32), torch.zeros(5, 48, 32, dtype=torch.bfloat16)
+        ends = torch.zeros(5, dtype=torch.int32)
+        part = part_of(lambda x, w, e: grouped_mm(x.bfloat16(), w.transpose(1, 2), e), x, weight, ends)
+    static = replace(part, inputs=tuple(replace(one, role=Role.STATIC) for one in part.inputs))
+    assert halves(static) == {part.inputs[1].name}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("bins", "low", "high"), [(5, 0, 4), (4, -1.5, 2.5), (100, 0, 1), (1, -1, 1), (7, 3, 1000)])
+def test_histograms(bins, low, high):
+    compiled = torch.compile(lambda x: torch.histc(x, bins=bins, min=low, max=high), backend=qcore_vulkan)
+    ends = torch.tensor([low, high, low - 1e-3, high + 1e-3, high - 1e-3])
+    for x in (torch.arange(-3, 9).float(), torch.linspace(-2, 3, 301), torch.randn(7, 11) * 3, ends):
+        assert torch.equal(compiled(x), torch.histc(x, bins=bins, min=low, max=high))
+
+
+def test_what_stays_on_the_host():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.zeros(16, 16)
+        part = part_of(lambda x: torch.histc(x, bins=4), x)
+        (why,) = filter(None, map(why_not, part.nodes))
+        assert "pass min and max" in why
+        part = part_of(lambda x: torch.histc(x, bins=1 << 17, min=0, max=1), x)
+        (why,) = filter(None, map(why_not, part.nodes))
+        assert "compares each element with each bin" in why
+        part = part_of(lambda x, e: grouped_mm(x, x, e), x.bfloat16(), torch.zeros(2, dtype=torch.int32))
+        (why,) = filter(None, map(why_not, part.nodes))
+        assert "rows that ends part" in why

@@ -21,7 +21,7 @@ HOST = {
 HOST_CASES = 16
 ELSEWHERE = (
     "qcore_graph.attention", "qcore_graph.linear", "qcore_graph.embedding", "qcore_graph.conv2d",
-    "qcore_graph.grouped_linear",
+    "qcore_graph.grouped_linear", "_grouped_mm", "grouped_mm_fallback", "histc",
     "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool2d_with_indices", "scatter_reduce",
     "as_strided", "_native_batch_norm_legit",
 )  # fmt: skip

@@ -10,6 +10,9 @@ layout(push_constant) uniform Push {
     uint a_batch[2], w_batch[2], y_batch[2];           // strides, inner first
     uint a_offset, w_offset, y_offset, bias_offset;
     uint biased;
+#ifdef GROUPED
+    uint expert_first, expert_count, expert_total, expert_row;  // see experts.glsl; w_batch[0]: from expert to expert
+#endif
 } push;
 
 layout(binding = 0) readonly buffer A { float a_words[]; };

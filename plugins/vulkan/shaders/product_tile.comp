@@ -4,6 +4,8 @@
 //
 // With SPREAD each lane reads one row of a and gets the others by shuffles, for subgroups of TM lanes: CPUs emulate
 // subgroups by vectors and read memory lane by lane, so that reads are what takes time.
+//
+// With GROUPED rows of a are sorted by expert, whose matrix each multiplies; a tile has rows of one.
 
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -25,20 +27,38 @@ layout(constant_id = 5) const uint W_TYPE = 0u;
 #include "formats.glsl"
 #include "product.glsl"
 
+#ifdef GROUPED
+layout(binding = 3) readonly buffer Ends { int ends[]; };
+const uint EXPERTS = 1u;
+#define PUSH(name) push.name
+#include "experts.glsl"
+#endif
+
 void main() {
     uint batch = gl_WorkGroupID.z;
+    uint row = gl_WorkGroupID.y * TM;
+    uint end = push.m;
     uint first = gl_WorkGroupID.x * gl_WorkGroupSize.x * TN + gl_LocalInvocationID.x;
     uint w_row[TN];
     float y[TM * TN];
     uint a_start = push.a_offset + batch_of(batch, push.a_batch);
     uint w_start = push.w_offset + batch_of(batch, push.w_batch);
+#ifdef GROUPED
+    RowTile tile = row_tile(gl_WorkGroupID.y, TM, push.m);
+    if (tile.first >= tile.end) return;  // the whole workgroup, so that no shuffle misses a lane
+    row = tile.first;
+    end = tile.end;
+    // Rows of no expert multiply the last one's matrix, and get zeros.
+    bool owned = tile.expert < push.expert_total;
+    w_start += min(tile.expert, push.expert_total - 1u) * push.w_batch[0];
+#endif
     // Rows and columns beyond the last compute the last one again.
 #ifdef SPREAD
-    uint own_row = a_start + min(gl_WorkGroupID.y * TM + gl_SubgroupInvocationID, push.m - 1u) * push.a_row;
+    uint own_row = a_start + min(row + gl_SubgroupInvocationID, end - 1u) * push.a_row;
 #else
     uint a_row[TM];
     [[unroll]] for (uint i = 0u; i < TM; ++i) {
-        a_row[i] = a_start + min(gl_WorkGroupID.y * TM + i, push.m - 1u) * push.a_row;
+        a_row[i] = a_start + min(row + i, end - 1u) * push.a_row;
     }
 #endif
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
@@ -68,7 +88,11 @@ void main() {
     }
     [[unroll]] for (uint j = 0u; j < TN; ++j) {
         [[unroll]] for (uint i = 0u; i < TM; ++i) {
-            store(batch, gl_WorkGroupID.y * TM + i, first + j * gl_WorkGroupSize.x, y[i * TN + j]);
+            float value = y[i * TN + j];
+#ifdef GROUPED
+            if (!owned) value = 0.0;
+#endif
+            if (row + i < end) store(batch, row + i, first + j * gl_WorkGroupSize.x, value);
         }
     }
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qcore.plugin_api import GraphPart, Role
+from qcore.plugin_api import GraphPart, Role, base_name
 
 from .. import native
 from ..builder import Place, Program, Ref
@@ -310,11 +310,16 @@ def halves(part: GraphPart) -> frozenset[str]:
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
+GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
+"""Names of torch's product of rows sorted by expert, and of what transformers takes in its place."""
+
+
 def _is_weight(user: fx.Node, node: fx.Node) -> bool:
-    dense = user.target is torch.ops.qcore_graph.dense.default
-    at = 1 if dense else 0
+    if user.target is torch.ops.aten.permute.default:
+        return all(base_name(one.target) in GROUPED and _is_weight(one, user) for one in user.users)
     table = user.target is torch.ops.aten.embedding.default
-    return (dense or table) and [i for i, one in enumerate(user.args) if one is node] == [at]
+    product = user.target is torch.ops.qcore_graph.dense.default or base_name(user.target) in GROUPED
+    return (table or product) and [i for i, one in enumerate(user.args) if one is node] == [0 if table else 1]
 
 
 def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -10,6 +10,7 @@ import torch
 
 from ..builder import Builder, Ref, fold
 from ..device import Device
+from .experts import Ends, row_tiles
 from .operand import HALVES, Operand, merge, over, result
 from .pointwise import convert
 from .walks import required_subgroup
@@ -54,6 +55,24 @@ def matmul(b: Builder, a: Operand, y: Operand, out: Operand | None = None) -> Op
         left, right = convert(b, left, a.dtype), convert(b, right, a.dtype)
     _append(b, left, right.transpose(len(outer), len(outer) + 1), None, z, 0)
     return z
+
+
+def grouped(b: Builder, x: Operand, weight: Operand, ends: Ends) -> Operand:
+    """Rows of x ``(T, K)``, sorted by expert, each times the matrix of its expert, weight ``(E, K, N)``: ``(T, N)``.
+
+    Rows behind the last end give 0. The weight is float32, float16 or bfloat16; biases of ``ends`` are not added.
+    """
+    (m, k), n = x.shape, weight.shape[2]
+    y, w = result(b, (m, n), x.dtype, None), weight.transpose(1, 2)
+    push = [m, n, k, *x.strides, *w.strides[1:], *y.strides, 1, 0, 0, w.strides[0], 0, 0, 0]
+    push += [x.offset, w.offset, y.offset, 0, 0, 0, ends.experts, ends.experts, ends.row]
+    variant, lanes, tm, tn = _register_tile(b.device, -(-m // ends.experts), n)
+    variant = variant.replace("product_tile", "product_grouped")
+    groups = (-(-n // (lanes * tn)), row_tiles(m, tm, ends), 1)
+    constants = (lanes, tm, tn, int(_vectors(x)), int(_vectors(w)), HALVES.get(w.dtype, 0))
+    subgroup = required_subgroup(b.device) if variant == "product_grouped_spread" else 0
+    b.dispatch(variant, constants, groups, push, [x.ref, w.ref, x.ref, ends.ref, *[None] * 3, y.ref], subgroup=subgroup)
+    return y
 
 
 def _matrix(x: Operand) -> Operand | None:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...steps import Ends
 from ...steps.attention import attention
 from ...steps.norms import layer_norm, rms_norm
 from ...steps.operand import Operand
 from ...steps.pointwise import binary
-from ...steps.products import dense, matmul
+from ...steps.products import dense, grouped, matmul
 from ...steps.rope import rope
-from ..lowering import Lowering
+from ..lowering import GROUPED, Lowering
 from .fusing import Prologue, cached, deferred
 from .registry import rule
 
@@ -44,6 +45,33 @@ def _addmm(
     if beta == 0:
         return product
     return binary(c.b, "add", product, added if beta == 1 else binary(c.b, "mul", added, float(beta)))
+
+
+_MOST_ROWS = 1 << 17
+"""Of experts in a launch: a tile has four or more, on average half of which are used."""
+
+
+def _why_not_sorted(node: fx.Node) -> str:
+    """Products of rows sorted by expert have a kernel; those of other groups, and with a bias, have none."""
+    target: Any = node.target
+    if target.namespace not in ("aten", "transformers"):
+        return f"{target} has no kernel in qcore_vulkan"
+    sizes = [one.meta["val"].dim() for one in node.args[:2] if isinstance(one, fx.Node)]
+    more = [*node.args[3:], *(value for name, value in node.kwargs.items() if name != "offs")]
+    if sizes != [2, 3] or _ends(node) is None or any(value is not None for value in more):
+        return "grouped products have a kernel for rows that ends part, without a bias and another dtype"
+    rows = node.meta["val"].shape[0]
+    return _why_not_integers(node) or (f"{rows} rows of experts exceed a launch" if rows > _MOST_ROWS else "")
+
+
+def _ends(node: fx.Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+
+
+@rule(*GROUPED, why_not=_why_not_sorted)
+def _grouped_mm(c: Lowering, node: fx.Node, x: Operand, weight: Operand, *_: Any, **__: Any) -> Operand:
+    ends = c.ends(_ends(node), x.shape[0])
+    return grouped(c.b, x, weight, Ends(ends.ref, ends.numel, biased=False))
 
 
 @rule("qcore_graph.attention")

@@ -69,6 +69,39 @@ for _name in ("mean", "amax", "amin", "any", "sum"):
 rule("prod", why_not=_why_not_wide)(_reduction("prod"))
 
 
+_MOST_COMPARED = 1 << 24
+"""Elements times bins of a histogram."""
+
+
+def _range(node: fx.Node) -> tuple[int, float, float]:
+    """Bins of a histogram, and the ends of the first and the last."""
+    given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
+    return given.get("bins", 100), given.get("min", 0), given.get("max", 0)  # type: ignore[return-value]
+
+
+def _why_not_histogram(node: fx.Node) -> str:
+    bins, low, high = _range(node)
+    if low >= high:
+        return "a histogram between its smallest and largest element has no kernel in qcore_vulkan: pass min and max"
+    if bins * node.args[0].meta["val"].numel() > _MOST_COMPARED:  # type: ignore[union-attr]
+        return f"a histogram compares each element with each bin, here more than {_MOST_COMPARED} times"
+    return ""
+
+
+@rule("histc", why_not=_why_not_histogram)
+def _histogram(c: Lowering, node: fx.Node, x: Operand, *_: Any, **__: Any) -> Operand:
+    bins, low, high = _range(node)
+    flat = c.cast(c.reshaped(x, (x.numel,)), torch.float32)
+    # As torch: the product before the quotient, and the last bin has its upper end.
+    place = binary(c.b, "div", binary(c.b, "mul", binary(c.b, "sub", flat, low), float(bins)), float(high - low))
+    place = binary(c.b, "minimum", unary(c.b, "floor", place), float(bins - 1))
+    inside = binary(c.b, "logical_and", binary(c.b, "ge", flat, low), binary(c.b, "le", flat, high))
+    every = binary(c.b, "sub", cumsum(c.b, c.filled(1.0, torch.float32, (bins,)), 0), 1.0)
+    found = binary(c.b, "eq", place.unsqueeze(0), every.unsqueeze(1))
+    counted = binary(c.b, "logical_and", found, inside.unsqueeze(0))
+    return same(c, reduce(c.b, "sum", c.cast(counted, torch.float32), (1,)), node)
+
+
 def lasting(x: Operand, dim: int) -> tuple[Operand, list[int]]:
     """The operand with a dimension moved to the end, and the order that moves it back."""
     at, ndim = dim % len(x.shape), len(x.shape)
