@@ -110,6 +110,22 @@ def product(kernel, fields, scheme, **more):
 # Tiles with sums of their own and shared ones.
 UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
+TILES += [product("w4a8_units_hopper_64", [128, 2], "w4a8-g32")]
+TILES += [
+    product("gemm_hopper_64", fields, s)
+    for s in ("w4a16-g128", "w4a16-g32-asym", "w4a16-fzp", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")
+    for fields in ([128, 4], [64, 1], [32, 0])
+]
+TILES += [
+    product("gemv_chunks", [*shape, False, tokens], s, m=64)
+    for s in ("w4a16-g32-asym", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")
+    for shape, tokens in (((2, 1, 8, 2), 16), ((4, 1, 4, 2), 32))
+]
+TILES += [
+    product("int8_gemv_chunks", [*shape, False, tokens], s, m=64)
+    for s in ("w8a8", "w4a8-g32-asym-aasym")
+    for shape, tokens in (((2, 1, 8, 2), 16), ((4, 1, 4, 2), 32))
+]
 CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *ODD, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)

@@ -20,43 +20,52 @@ from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
-from ..schedule import TILE_TIMES
 from .aligned import copies_of_result
 from .base import Int8Product, Operands
-from .gemm_hopper import GEMM_HOPPER, Tokens, parameter_rows, tail_apart, tail_work, tile_choices
+from .gemm_hopper import (
+    GEMM_HOPPER,
+    GEMM_HOPPER_64,
+    GemmHopper,
+    Tokens,
+    parameter_rows,
+    tail_apart,
+    tail_work,
+    tile_choices,
+)
 
 
 class W4A8UnitsHopper(Int8Product[Tokens]):
-    """See `kernels.gemm_hopper`."""
+    """See `kernels.gemm_hopper`. **Fields:** ``floats``: the product that multiplies."""
 
     name: ClassVar[str] = "w4a8_units_hopper"
     config = Tokens
     wants_totals: ClassVar[bool] = False
     codes = torch.float16
+    floats: ClassVar[GemmHopper] = GEMM_HOPPER
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Weights with units; codes without zero points, results of 16-bit floats."""
         plain = problem.zero == NO_ZERO and problem.element == INTEGER and not (problem.x_zero or problem.own_order)
-        floats = problem.out_dtype in {torch.bfloat16, torch.float16}
+        narrow = problem.out_dtype in {torch.bfloat16, torch.float16}
         several = problem.units and parameter_rows(problem) > 1
-        return several and plain and floats and problem.rows > 8 and hopper.fits(device, 128)
+        return several and plain and narrow and problem.rows > 8 and hopper.fits(device, 128)
 
     def rule(self, device: Device, problem: GemmProblem) -> None:
         """Another kernel, unless a measurement says otherwise."""
         del device, problem
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
-        yield from tile_choices(problem, TILE_TIMES, 128, device.sms)
+        yield from tile_choices(problem, self.floats.sizes, 128, device.sms, self.floats.rows)
 
     def order(self, weight: Weight) -> int:
         del weight
         return 0
 
     def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
-        return tail_work(device, problem, config, 128)
+        return tail_work(device, problem, config, 128, self.floats.rows)
 
     def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
-        return tail_apart(device, problem, config, 128)
+        return tail_apart(device, problem, config, 128, self.floats.rows)
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
         return copies_of_result(problem)
@@ -64,7 +73,15 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         assert codes.order == 0, "codes were quantized for another kernel"
         weight, _, bias, _ = operands
-        return GEMM_HOPPER.multiply(codes.q, weight, bias, device, problem, config, codes.scale)
+        return self.floats.multiply(codes.q, weight, bias, device, problem, config, codes.scale)
+
+
+class W4A8UnitsHopper64(W4A8UnitsHopper):
+    """The same in tiles of 64 rows of the weight, see `GemmHopper64`."""
+
+    name: ClassVar[str] = "w4a8_units_hopper_64"
+    floats: ClassVar[GemmHopper] = GEMM_HOPPER_64
 
 
 W4A8_UNITS_HOPPER = W4A8UnitsHopper()
+W4A8_UNITS_HOPPER_64 = W4A8UnitsHopper64()
