@@ -222,6 +222,8 @@ INT4 = {"element": "int", "bits": 4, "packed": (256, 32, 16, 64)}
         ("numbers", {**INT4, "x": 128, "group": 128, "groups": 32, "m": 128}),
         ("tokens", {**INT4, "k": 4160}), ("tokens", {**INT4, "zero": torch.int8}), ("tokens", {"element": "int"}),
         ("sums", {"hip": True, "arch": 0}),
+        ("tokens", {"n": 1536, "k": 8960, "packed": (1536, 8960), "group": 8960, "m": 64}),
+        ("fp8_hopper", {"n": 1536, "k": 1024, "packed": (1536, 1024), "group": 1024, "m": 64}),
         ("tokens", {"x": 128}), ("numbers", {"x": 64, "group": 64, "groups": 64}),
         ("tokens", {**INT4, "x": 128, "group": 128, "groups": 32, "factor": True}),
         ("numbers", {"x": 128, "group": 128, "groups": 32, "arch": 100}),

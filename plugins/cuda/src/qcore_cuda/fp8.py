@@ -11,6 +11,7 @@ units of a power of two of each row, which loses less than the sums of e4m3; els
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import cast
@@ -29,7 +30,7 @@ from .problem import Form, GemmProblem, float_problem, form_of
 from .products.aligned import finished, result
 from .products.base import Choice
 from .products.chunks import GEMV_CHUNKS, GemvChunks
-from .products.gemm_hopper import GEMM_HOPPER, GemmHopper
+from .products.gemm_hopper import GEMM_HOPPER, GEMM_HOPPER_64, GemmHopper
 from .products.gemv import GEMV, Gemv
 from .products.quantized import rows_in_memory
 from .products.skinny_gemm import ROWS
@@ -37,7 +38,7 @@ from .runtime import hopper
 from .runtime.device import Device, device_of
 from .runtime.launch import launch, options
 from .runtime.replay import empty
-from .selection import choose_among
+from .selection import choose_among, estimated
 
 BLOCK = 128
 """Columns that share a scale where e4m3 is multiplied by e4m3, if a row has several."""
@@ -54,6 +55,9 @@ _TOKENS = 128
 """Tokens of a tile of `kernels.fp8_hopper`."""
 _TILE_TIMES = {256: 1.0, 128: 0.55, 64: 0.4}
 """Relative time of a tile of `kernels.fp8_hopper` by its rows of the weight."""
+_START, _STEP = 1.0, 0.24
+"""Microseconds of `kernels.fp8_hopper` at all, and for 128 columns of a tile of 64 rows, while half of all
+multiprocessors have none (as measured on an H200)."""
 _COLUMNS = 2048
 _HARDWARE = 89
 """The first architecture with e4m3."""
@@ -151,9 +155,24 @@ def way_of(device: Device, form: Form, m: int, group: int, out_dtype: torch.dtyp
     if not fits or not (int4 or fp8) or out_dtype.itemsize != NARROW:
         return own
     if on_hopper:
-        return TWO_LEVEL
+        return own if own == TOKENS and _is_slow(device, form, m) else TWO_LEVEL
     torchs = device.arch >= _HARDWARE and out_dtype == torch.bfloat16 and bias in (None, out_dtype)
     return SCALED if by_row and torchs and form.n % 16 == 0 else own
+
+
+def _is_slow(device: Device, form: Form, m: int) -> bool:
+    """Whether so few tiles of `kernels.fp8_hopper` have so many columns that the way `TOKENS` is faster."""
+    tiles = -(-form.n // 64) * -(-m // _TOKENS)
+    if 2 * tiles > device.sms:
+        return False
+    found, names = float_problem(form, m, torch.float16, torch.float16), _names(m)
+    other = next((us for us, choice in estimated(device, found) if choice.product.name in names), math.inf)
+    return other < _START + _STEP * -(-form.k // BLOCK)
+
+
+def _names(m: int) -> tuple[str, ...]:
+    """The kernels that scale sums by token, for m rows."""
+    return (GEMV.name,) if m <= ROWS else (GEMM_HOPPER.name, GEMM_HOPPER_64.name, GEMV_CHUNKS.name)
 
 
 def _by_token(
@@ -168,9 +187,9 @@ def _by_token(
     problem = float_problem(form, m, torch.float16, torch.float16)
     if group and m <= ROWS and (group % problem.block or problem.halves):
         return None
-    choice = choose_among(device, problem, (GEMV.name,) if m <= ROWS else (GEMM_HOPPER.name,))
-    if m > ROWS and choice is not None:  # a small weight may be faster by the kernel for few rows, in chunks
-        choice = choose_among(device, problem, (GEMM_HOPPER.name, GEMV_CHUNKS.name))
+    if m > ROWS and not GEMM_HOPPER.serves(device, problem):
+        return None
+    choice = choose_among(device, problem, _names(m))
     return None if choice is None else (replace(problem, out_dtype=out_dtype), choice)
 
 
