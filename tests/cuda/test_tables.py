@@ -339,3 +339,24 @@ def test_float32_loses_nothing_to_a_rounded_table(interpreter):
         mine = kernel(case.request)
         y = mine.run(case.x, mine.pack(case.weight), None)
         assert LINEAR.judge(case, y).worst < 1
+
+
+def test_tables_in_bfloat16_add_no_error_up():
+    """With activations of a mean other than 0, as those of `Draw` have."""
+    from qcore_triton.kernels.elements import balanced_bits, bfloat16_value, table_value
+    from qcore_triton.packing import element_text
+
+    case = linear_problem("nf4", 64, 64, 8192, torch.bfloat16)
+    weight, element = case.weight, element_text(case.weight.format)
+    exact = torch.tensor([table_value(element, i) for i in range(16)], dtype=torch.float64)
+    table = torch.tensor([bfloat16_value(bits) for bits in balanced_bits(element)], dtype=torch.float64)
+    assert (table - exact).abs().sum() > 1e-3
+    assert (table - exact).sum().abs() < 5e-5
+    assert ((table - exact).abs() <= exact.abs() * 2**-7).all()
+    codes, scale = weight.codes().long(), weight.scale.to(torch.bfloat16).double().t().repeat_interleave(64, 1)
+    worst = []
+    for numbers in (table, exact.to(torch.bfloat16).double()):
+        y = case.x.double() @ (numbers[codes] * scale).to(torch.bfloat16).double().t()
+        worst.append(float(((y - LINEAR.reference(case)).abs() / LINEAR.allowed(case)).max()))
+    assert worst[0] < 0.8
+    assert worst[1] > 1

@@ -4,7 +4,7 @@ A floating-point code's bits move to their place in the wider float, whose expon
 power of two corrects it, exactly, for subnormal numbers as well. Another table of 16 numbers is looked up with
 ``prmt``, which picks four bytes out of eight by four bits each: four codes are its selector as they are
 stored. Upper and lower bytes of a number are looked up apart, for codes below 8 and above; the code's upper bit, spread
-over a byte by another ``prmt``, chooses. Numbers are rounded to the 16-bit dtype.
+over a byte by another ``prmt``, chooses. Numbers are rounded to the 16-bit dtype, see `elements.balanced_bits`.
 
 Each function gives text for registers that it is given; ``half``: float16 instead of bfloat16.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import triton
 
+from qcore_triton.kernels.elements import balanced_bits
+
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # The functions run while a kernel is compiled, so that its code depends on their source.
 
@@ -20,14 +22,11 @@ import triton
 @triton.constexpr_function
 def table_words(element, half):
     """The table's bytes as eight words: upper bytes of numbers 0 to 3, 4 to 7, ...; then lower bytes."""
-    words = [int(element[i : i + 8], 16) for i in range(1, 129, 8)]
-    bits = []
-    for word in words:
-        if half:  # the exponent has another bias; numbers are 0 or normal
-            size = max(0, (word & 0x7FFFFFFF) - (112 << 23))
-            bits.append((word >> 31 << 15) | (size + 0xFFF + (size >> 13 & 1)) >> 13)
-        else:
-            bits.append((word + 0x7FFF + (word >> 16 & 1)) >> 16)
+    bits = [] if half else balanced_bits(element)
+    for word in [int(element[i : i + 8], 16) for i in range(1, 129, 8)] if half else ():
+        # The exponent has another bias; numbers are 0 or normal.
+        size = max(0, (word & 0x7FFFFFFF) - (112 << 23))
+        bits.append((word >> 31 << 15) | (size + 0xFFF + (size >> 13 & 1)) >> 13)
     found = []
     for shift in (8, 0):
         parts = [bit >> shift & 0xFF for bit in bits]

@@ -101,8 +101,8 @@ def unpack_nibbles(b, zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.
     if ELEMENT != "int" and ASM:
         low, high = _nibbles_bf16(b, ELEMENT) if tl.bfloat16 == DTYPE else _nibbles_fp16(b, ELEMENT)
     elif ELEMENT != "int":
-        low = decoded(b & 0xF, ELEMENT).to(DTYPE)
-        high = decoded(b >> 4, ELEMENT).to(DTYPE)
+        low = decoded(b & 0xF, ELEMENT, tl.bfloat16 == DTYPE).to(DTYPE)
+        high = decoded(b >> 4, ELEMENT, tl.bfloat16 == DTYPE).to(DTYPE)
     elif ASM:
         taken = tl.zeros(b.shape, tl.int32) + (zero.to(tl.int32) + 8) * 0x10001
         if tl.bfloat16 == DTYPE:

@@ -7,6 +7,8 @@ a tree of selections. ``ELEMENT`` is the text of `packing.element_text`.
 
 from __future__ import annotations
 
+import itertools
+
 import triton
 import triton.language as tl
 
@@ -22,9 +24,57 @@ def table_value(element, i):
     return -value if bits >> 31 else value
 
 
+@triton.constexpr_function
+def balanced_bits(element):
+    """A table's numbers as the bits of bfloat16, their rounding errors about 0 in sum.
+
+    Each weight is one of 16 numbers, whose errors are the same in all columns: with activations whose mean is not 0
+    they add up. Up to three numbers that lie between two others of bfloat16 are therefore rounded to the farther one,
+    those for which the squares of the sum and of all errors are least.
+    """
+    exact = [table_value(element, i) for i in range(16)]
+    near = [(int(element[1 + 8 * i : 9 + 8 * i], 16) + 0x7FFF + bit) >> 16 for i, bit in enumerate(_odd(element))]
+    errors = [bfloat16_value(bits) - value for bits, value in zip(near, exact, strict=True)]
+    far = [
+        bits - 1 if abs(bfloat16_value(bits)) > abs(value) else bits + 1
+        for bits, value in zip(near, exact, strict=True)
+    ]
+    other = [bfloat16_value(bits) - value for bits, value in zip(far, exact, strict=True)]
+    rounded = [i for i in range(16) if errors[i]]
+    chosen, least = (), None
+    for count in range(4):
+        for moved in itertools.combinations(rounded, count):
+            found = [other[i] if i in moved else errors[i] for i in range(16)]
+            cost = 4 * sum(found) ** 2 + sum(error * error for error in found)
+            if least is None or cost < least:
+                chosen, least = moved, cost
+    return [far[i] if i in chosen else near[i] for i in range(16)]
+
+
+@triton.constexpr_function
+def _odd(element):
+    """Whether the upper halves of a table's numbers are odd: ties go to even ones."""
+    return [int(element[1 + 8 * i : 5 + 8 * i], 16) & 1 for i in range(16)]
+
+
+@triton.constexpr_function
+def bfloat16_value(bits):
+    """The number of a bfloat16's bits, 0 or normal."""
+    return table_value(f"t{bits << 16:08x}", 0)
+
+
+@triton.constexpr_function
+def balanced_value(element, i):
+    """Number i of `balanced_bits`."""
+    return bfloat16_value(balanced_bits(element)[i])
+
+
 @triton.jit
-def decoded(codes, ELEMENT: tl.constexpr):
-    """Raw codes, integers of any type, as float32; the upper bits of nibbles are 0."""
+def decoded(codes, ELEMENT: tl.constexpr, BALANCED: tl.constexpr = False):
+    """Raw codes, integers of any type, as float32; the upper bits of nibbles are 0.
+
+    BALANCED: a table's numbers as bfloat16 has them, see `balanced_bits`.
+    """
     c = codes.to(tl.int32)
     if ELEMENT == "e4m3":
         value = (((c & 0x80) << 24) | ((c & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
@@ -33,17 +83,22 @@ def decoded(codes, ELEMENT: tl.constexpr):
     elif ELEMENT == "e2m1":
         value = (((c & 8) << 28) | ((c & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
     else:
-        value = _selected(c, ELEMENT)
+        value = _selected(c, ELEMENT, BALANCED)
     return value
 
 
 @triton.jit
-def _selected(c, ELEMENT: tl.constexpr):
+def _number(i: tl.constexpr, shape: tl.constexpr, ELEMENT: tl.constexpr, BALANCED: tl.constexpr):
+    return tl.full(shape, balanced_value(ELEMENT, i) if BALANCED else table_value(ELEMENT, i), tl.float32)
+
+
+@triton.jit
+def _selected(c, ELEMENT: tl.constexpr, BALANCED: tl.constexpr):
     """Numbers of a table: the four bits of a code, from the lowest, halve what is left."""
     left = ()
     for i in tl.static_range(8):
-        low = tl.full(c.shape, table_value(ELEMENT, 2 * i), tl.float32)
-        left = left + (tl.where((c & 1) != 0, tl.full(c.shape, table_value(ELEMENT, 2 * i + 1), tl.float32), low),)
+        low = _number(2 * i, c.shape, ELEMENT, BALANCED)
+        left = left + (tl.where((c & 1) != 0, _number(2 * i + 1, c.shape, ELEMENT, BALANCED), low),)
     four = ()
     for i in tl.static_range(4):
         four = four + (tl.where((c & 2) != 0, left[2 * i + 1], left[2 * i]),)
