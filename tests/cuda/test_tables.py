@@ -351,7 +351,7 @@ def test_tables_in_bfloat16_add_no_error_up():
     exact = torch.tensor([table_value(element, i) for i in range(16)], dtype=torch.float64)
     table = torch.tensor([bfloat16_value(bits) for bits in balanced_bits(element)], dtype=torch.float64)
     assert (table - exact).abs().sum() > 1e-3
-    assert (table - exact).sum().abs() < 5e-5
+    assert (table - exact).sum().abs() < 2e-4
     assert ((table - exact).abs() <= exact.abs() * 2**-7).all()
     codes, scale = weight.codes().long(), weight.scale.to(torch.bfloat16).double().t().repeat_interleave(64, 1)
     worst = []
