@@ -358,5 +358,4 @@ def test_tables_in_bfloat16_add_no_error_up():
     for numbers in (table, exact.to(torch.bfloat16).double()):
         y = case.x.double() @ (numbers[codes] * scale).to(torch.bfloat16).double().t()
         worst.append(float(((y - LINEAR.reference(case)).abs() / LINEAR.allowed(case)).max()))
-    assert worst[0] < 0.8
-    assert worst[1] > 1
+    assert worst[0] < 0.7 * worst[1], worst
