@@ -346,7 +346,7 @@ enum class Way { DIGITS, PAIRS, FLOATS, PANEL, GATHERED_PANELS };
 // How rows of x meet a weight of this kind.
 Way way_of(const Kernels& kernels, const Weight& w, const Input& in) {
   const bool table = w.element == FLOAT4 || w.element == FLOAT8;
-  const Panel& panel = panel_of(kernels, in);
+  const Panel& panel = panel_of(kernels, w, in);
   if (in.mode == DIGITS && in.row && in.rows >= panel.from) return Way::GATHERED_PANELS;
   if (in.mode == DIGITS && !in.row) {
     const bool is_short = w.at.groups > 1 && w.at.group <= 64;
@@ -372,8 +372,8 @@ bool linear(const Kernels& kernels, const Pool& pool, const Layer* layers, int c
     const Output& out = layers[i].out;
     bool done = true;
     if (!w.n) continue;
-    if (way == Way::PANEL) done = by_panel(panel_of(kernels, in), pool, w, in, out);
-    else if (way == Way::GATHERED_PANELS) done = by_gathered_panels(panel_of(kernels, in), pool, w, in, out);
+    if (way == Way::PANEL) done = by_panel(panel_of(kernels, w, in), pool, w, in, out);
+    else if (way == Way::GATHERED_PANELS) done = by_gathered_panels(panel_of(kernels, w, in), pool, w, in, out);
     else done = by_floats(kernels, pool, w, in, out, way == Way::PAIRS);
     if (!done) return false;
   }

@@ -4,8 +4,8 @@
 
 namespace qcore_cpu {
 
-// The panel that serves rows of this x.
-const Panel& panel_of(const Kernels& kernels, const Input& in);
+// The panel that serves rows of this x with a weight.
+const Panel& panel_of(const Kernels& kernels, const Weight& w, const Input& in);
 // y = x * W^T + bias, for rows of a matrix and for those that are gathered. False if memory ran out.
 bool by_panel(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out);
 bool by_gathered_panels(const Panel& panel, const Pool& pool, const Weight& w, const Input& in, const Output& out);
