@@ -117,6 +117,20 @@ def test_forms_that_nobody_measured_use_the_nearest(gluon, name):
             assert choice.product.name == "w4a8_groups_hopper"
 
 
+def test_kernels_for_small_weights_are_not_chosen_alone(gluon):
+    """Exact products have no other estimate: what `gemv_chunks` takes for a large weight says nothing of its rivals."""
+    from qcore_cuda.selection import choose, estimated
+
+    half = {"x_dtype": torch.float16, "out_dtype": torch.float16}
+    for exact in (half, {"out_dtype": torch.float32}):
+        for rows, size in itertools.product((32, 64, 128), (1024, 8192, 32768)):
+            problem = replace(float_form(rows=rows, **exact), n=size, k=size)
+            assert choose(HOPPER, problem).product.name == "gemm"
+            assert not estimated(HOPPER, problem)
+    names = {choice.product.name for _, choice in estimated(HOPPER, float_form(rows=32, half=True, **half))}
+    assert names >= {"gemm_hopper", "gemv_chunks"}
+
+
 def test_a_small_k_in_one_group_is_not_for_blocks_of_128(gluon):
     """Of a single group of 64 or 32 columns, int4 is packed in blocks of that size."""
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER
@@ -139,13 +153,15 @@ def test_stages_fit_shared_memory_whatever_the_parameters(bits, group, scale, ze
     from qcore_triton.weights import Weight
 
     sized = [None if size == 0 else SimpleNamespace(element_size=lambda size=size: size) for size in (scale, zero)]
-    for bm in (32, 64, 128, 256):
-        stages = stages_of(Weight(None, *sized, 0, 0, bits, group), bm, 2 if bm > 128 else 1, 128 // group, True)
-        slot = (8192 if bits == 4 else 0) + 128 * (128 // group) * (scale + zero)
-        stage, result = bm * 128 + (8192 if bits == 8 else 0), 2 * bm * 128 // (2 if bm > 128 else 1)
-        used = stages * stage + -(-stages // 2) * slot + result
-        assert stages >= 3
-        assert used <= ROOM
+    for bm, rows in ((32, 128), (64, 128), (128, 128), (256, 128), (32, 64), (64, 64), (128, 64)):
+        pieces, each = 2 if bm > 128 else 1, 128 // group
+        stages = stages_of(Weight(None, *sized, 0, 0, bits, group), bm, pieces, each, True, rows)
+        slot = (64 * rows if bits == 4 else 0) + 128 * each * (scale + zero)
+        stage, result = bm * 128 + (64 * rows if bits == 8 else 0), 2 * bm * 128 // pieces
+        # Of two warpgroups that take blocks in turn, each waits for its next block before it releases the last stage of
+        # the one before: with three stages neither would go on.
+        assert stages >= (3 if rows == 128 else 4)
+        assert stages * stage + -(-stages // 2) * slot + (result if rows == 128 else bm * (128 + 256)) <= ROOM
 
 
 def floor(name, n, k, rows):

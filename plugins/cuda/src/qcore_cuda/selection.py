@@ -67,7 +67,8 @@ def _choices(device: Device, problem: GemmProblem) -> Iterator[Choice]:
 def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]]:
     """The choices of the shipped table with their estimated times in microseconds, the least first.
 
-    They are those of the problem's own form, or of the nearest one that has kernels for it.
+    They are those of the problem's own form, or of the nearest one that has kernels for it, and not only `small` ones:
+    no estimate says from which size on a kernel that only has a rule is faster than these.
     """
     for estimates in measured.shipped(device, problem):
         found: dict[Choice, float] = {}
@@ -81,7 +82,7 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
                     us = cost.microseconds(kernel.work(device, like, config), problem, device.sms)
                     us = us * (1.0 if like is problem else _DOUBT) + copying(kernel.copies(problem))
                     found[choice] = min(us, found.get(choice, us))
-        if found:
+        if not all(choice.product.small for choice in found):
             return sorted(((us, choice) for choice, us in found.items()), key=lambda pair: pair[0])
     return []
 

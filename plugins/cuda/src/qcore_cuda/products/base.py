@@ -27,6 +27,8 @@ class Product(ABC, Generic[C]):
     """Its name in records of measurements."""
     config: ClassVar[type[Any]]
     """The class of its configurations."""
+    small: ClassVar[bool] = False
+    """Whether it is the fastest for small weights only: its estimates count only next to those of other kernels."""
 
     @abstractmethod
     def serves(self, device: Device, problem: GemmProblem) -> bool:

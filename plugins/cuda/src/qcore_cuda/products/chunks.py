@@ -66,6 +66,7 @@ class GemvChunks(FloatProduct[Chunks]):
 
     name: ClassVar[str] = "gemv_chunks"
     config = Chunks
+    small: ClassVar[bool] = True
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         return problem.narrow and _serves(device, problem)
@@ -103,6 +104,7 @@ class Int8GemvChunks(Int8Product[Chunks]):
 
     name: ClassVar[str] = "int8_gemv_chunks"
     config = Chunks
+    small: ClassVar[bool] = True
     wants_totals: ClassVar[bool] = False
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
