@@ -131,6 +131,23 @@ def test_kernels_for_small_weights_are_not_chosen_alone(gluon):
     assert names >= {"gemm_hopper", "gemv_chunks"}
 
 
+@pytest.mark.parametrize(
+    ("device", "tile"),
+    [
+        (Device(80, False, 108), (128, 128, 3)), (Device(89, False, 128), (128, 128, 2)),
+        (Device(120, False, 170), (128, 128, 2)), (Device(0, True, 304), (64, 64, 3)),
+    ],
+)  # fmt: skip
+def test_tiles_for_many_rows_fit_shared_memory(device, tile):
+    from qcore_cuda.selection import choose
+
+    half = {"x_dtype": torch.float16, "out_dtype": torch.float16}
+    for problem in (float_form(rows=512, zero=1), float_form(8, 0, 1, 512, **half), float_form(4, 0, 2, 512)):
+        product, config = choose(device, problem)
+        assert product.name == "gemm"
+        assert (config.bn, config.bm, config.stages) == tile
+
+
 def test_a_small_k_in_one_group_is_not_for_blocks_of_128(gluon):
     """Of a single group of 64 or 32 columns, int4 is packed in blocks of that size."""
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER

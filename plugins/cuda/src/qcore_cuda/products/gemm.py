@@ -57,6 +57,10 @@ _TILES = (
 """Each was the fastest for some size, or the fastest of those that do not scale weights."""
 
 
+_THREE_STAGES = 128 << 10
+"""The most bytes of shared memory that Triton takes for three stages of a tile of 128 by 128, of any weight."""
+
+
 class Gemm(FloatProduct[Tile]):
     """See `kernels.gemm`."""
 
@@ -72,8 +76,9 @@ class Gemm(FloatProduct[Tile]):
 
     def rule(self, device: Device, problem: GemmProblem) -> Tile:
         m, n = problem.rows, problem.n
-        if m >= 256 and (problem.whole or problem.lossless or not problem.exact):
-            return Tile(128, 128, warps=8, stages=3, scaled=True)
+        # AMD's GPUs have neither registers nor shared memory for the large tile, some of NVIDIA's no third stage of it.
+        if m >= 256 and not device.hip and (problem.whole or problem.lossless or not problem.exact):
+            return Tile(128, 128, warps=8, stages=3 if device.shared >= _THREE_STAGES else 2, scaled=True)
         bm = min(64, max(16, m))
         tiles = math.ceil(n / 64) * math.ceil(m / bm)
         split = max(1, min(8, 2 * device.sms // max(1, tiles), problem.k // 512))
