@@ -111,7 +111,7 @@ def product(kernel, fields, scheme, **more):
     return Call("product", {"kernel": kernel, "fields": fields, "scheme": scheme, "m": 512, **SMALL, **more})
 
 
-# Tiles with sums of their own and shared ones.
+# Tiles with sums of their own and shared ones; tiles whose K two warpgroups share.
 UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
 TILES += [product("w4a8_units_hopper_64", [128, 2], "w4a8-g32")]

@@ -395,7 +395,8 @@ def gemm_hopper(
     powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
     TOKENS: x are codes, scaled by tokens, float32 ``(M,)``. SUMS: zero holds one float zero point per row, which sums
     of x, float32 ``(M,)``, are multiplied by; ZERO is 0.
-    APART: tiles have 64 rows, whose blocks the two warpgroups take in turn.
+    APART: tiles have 64 rows, whose blocks the two warpgroups take in turn; STAGES is a multiple of 4, so that a stage
+    is always of the same one, which sees all phases of its barriers.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -406,6 +407,7 @@ def gemm_hopper(
         gdc_launch_dependents()
     # 2. Shared memory: STAGES stages of x, and of int8 codes; two stages are a block, and share one slot for the
     #    block's words, scales and zero points.
+    gl.static_assert(not APART or STAGES % 4 == 0)
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
     GROUPS: gl.constexpr = 1 if APART else 2

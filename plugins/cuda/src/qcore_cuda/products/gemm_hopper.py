@@ -184,7 +184,10 @@ def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool, row
     stage = bm * 128 + (64 * rows if weight.bits == 8 else 0)
     # Results of both warpgroups, or of one and the float32 sums of the other.
     fixed = 2 * bm // pieces * 128 if rows == 128 else bm * 128 + bm * 256
-    return room_for(stage, slot, fixed, _STAGES[weight.bits, bm])
+    stages = room_for(stage, slot, fixed, _STAGES[weight.bits, bm])
+    # If warpgroups take blocks in turn, a stage has to be always of the same one: parity tells a phase of a barrier
+    # only from the next, and copies may arrive in any order, so nobody may leave a phase out.
+    return stages if rows == 128 else stages // 4 * 4
 
 
 def parameter_rows(problem: GemmProblem) -> int:
