@@ -157,6 +157,24 @@ def test_more_rows_are_multiplied_in_chunks(scheme, m, tokens, ampere):
     assert_right(case, y)
 
 
+@pytest.mark.parametrize("scheme", ["w8afp8", "w4afp8-fzp", "w4afp8-g128-token", "w8afp8-g64"])
+def test_codes_of_e4m3_are_multiplied_in_chunks(scheme, ampere, monkeypatch):
+    from qcore_cuda import fp8
+    from qcore_cuda.linear import kernel
+    from qcore_cuda.products.base import Choice
+    from qcore_cuda.products.chunks import GEMV_CHUNKS, Chunks
+
+    chosen = Choice(GEMV_CHUNKS, Chunks(1, 1, 2, 2, tokens=16))
+    monkeypatch.setattr(fp8, "device_of", lambda _: ampere)
+    monkeypatch.setattr(fp8, "choose_among", lambda *_: chosen)
+    monkeypatch.setattr(fp8.weight_only, "linear", None)
+    fp8.way_of.cache_clear()
+    case = problem(scheme, 19, 50, 300, torch.bfloat16, "same")
+    mine = kernel(case.request)
+    assert_right(case, mine.run(case.x, mine.pack(case.weight), case.bias))
+    fp8.way_of.cache_clear()
+
+
 def test_chunks_are_for_17_to_128_rows():
     from qcore_cuda.problem import GemmProblem
     from qcore_cuda.products.chunks import GEMV_CHUNKS, INT8_GEMV_CHUNKS

@@ -7,8 +7,9 @@ other group.
 
 Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.tail_spread`), and
 the operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 32, 64, 128 or 256
-tokens, K in blocks of 128 columns, x in stages of 64. Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w
-planar16 (int4) or rows16 (int8); scales and zero points ``(G, pitch_of(N))``; y ``(M, N)`` contiguous, of x's dtype.
+tokens, K in blocks of 128 columns, x in stages of 64; or 64 rows, whose blocks the groups take in turn (APART).
+Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w planar16 (int4) or rows16 (int8); scales and zero points
+``(G, pitch_of(N))``; y ``(M, N)`` contiguous, of 16-bit floats.
 Floor: ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
 """
 
@@ -93,8 +94,8 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
         n0 = tile_n * BN
         for b in range(begin, end):
             for half in gl.static_range(2):
-                # 3. Wait until both consumer groups have released the stage; then announce the bytes before the copies
-                #    that deliver them.
+                # 3. Wait until all groups that read the stage have released it; then announce the bytes before the
+                #    copies that deliver them.
                 mbarrier.wait(empty.index(at), turn)
                 here = full.index(at)
                 mbarrier.expect(here, STAGE + (BLOCK if half == 0 else 0))

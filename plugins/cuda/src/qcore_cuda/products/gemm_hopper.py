@@ -29,7 +29,7 @@ _STAGES = {
 
 
 class Tokens(NamedTuple):
-    """**Fields:** ``bm``: tokens of a tile, 256, 128, 64 or 32; it has 128 rows of the weight. ``split``: `SPLITS`."""
+    """**Fields:** ``bm``: tokens of a tile, 256, 128, 64 or 32; ``split``: one of `SPLITS`."""
 
     bm: int
     split: int = 1

@@ -15,7 +15,7 @@ from ..runtime.device import Device
 from ..runtime.launch import options
 
 ROWS = 16
-"""The largest M that the kernels take."""
+"""The largest M for which these kernels are made; see `chunks` for more."""
 _COLUMN_BLOCK = 8
 
 
