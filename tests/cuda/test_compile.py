@@ -127,9 +127,11 @@ TILES += [
 ]
 TILES += [
     product("int8_gemv_chunks", [*shape, False, tokens], s, m=64)
-    for s in ("w8a8", "w4a8-g32-asym-aasym")
-    for shape, tokens in (((2, 1, 8, 2), 16), ((4, 1, 4, 2), 32))
-]
+    for s, shape, tokens in (
+        ("w8a8", (2, 1, 8, 2), 16), ("w8a8", (4, 1, 4, 2), 32), ("w4a8-g32-asym-aasym", (2, 1, 8, 2), 32),
+        ("w4a8-g32-asym-aasym", (4, 1, 4, 2), 16), ("w4a8-g128", (2, 1, 8, 2), 32),
+    )
+]  # fmt: skip
 CALLS = [*TILES, *MAIN, *OTHER, *ELSEWHERE, *WIDE, *MORE, *TABLES, *ODD, *EXPERTS]
 NAMES = {str(call): call for call in CALLS}
 assert len(NAMES) == len(CALLS)

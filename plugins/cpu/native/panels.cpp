@@ -15,12 +15,9 @@ constexpr int64_t PANEL_UNITS = 4;         // for each thread: with more, panels
 int64_t bytes_of_row(const Panel& panel, const Weight& w) { return round_up(w.at.packed() * panel.x_size, 64) + 64; }
 int64_t bytes_of_sums(int64_t rows) { return rows * COLUMNS * 4; }
 
-// Whether a row has only 16 different numbers that bfloat16 does not hold: rounded alike in all columns, their errors
-// would add up.
-bool rounds_alike(const Weight& w) {
-  const bool few = w.element == INT4 || w.element == HALVES4 || w.element == FLOAT4;
-  return w.at.groups == 1 && few && !has_exact_codes(w);
-}
+// Whether a row has few different numbers, which bfloat16 does not hold: rounded alike in all columns, their errors would
+// add up.
+bool rounds_alike(const Weight& w) { return w.at.groups == 1 && !has_exact_codes(w); }
 
 }  // namespace
 

@@ -53,7 +53,9 @@ def _serves(device: Device, problem: GemmProblem) -> bool:
 
 def _candidates(device: Device, problem: GemmProblem) -> Iterator[Chunks]:
     for shape in _SHAPES[problem.bits] if _serves(device, problem) else ():
-        yield from (Chunks(*shape, tokens=tokens) for tokens in (ROWS, 2 * ROWS))
+        # Sums of int32 and corrections for 64 rows and 32 tokens do not fit registers.
+        full = problem.codes and problem.bits == 4 and shape[0] == 4
+        yield from (Chunks(*shape, tokens=tokens) for tokens in ((ROWS,) if full else (ROWS, 2 * ROWS)))
 
 
 def _work(problem: GemmProblem, config: Chunks) -> Work:
