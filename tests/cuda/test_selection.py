@@ -386,8 +386,8 @@ def test_weights_with_units_are_multiplied_in_float16(gluon, n, k, rows):
     from qcore_cuda.selection import choose
 
     form = replace(int8_form(4, 32, rows=rows), n=n, k=k, group=32)
-    assert choose(HOPPER, replace(form, units=True)).product.name == "w4a8_units_hopper"
+    assert choose(HOPPER, replace(form, units=True)).product.name.removesuffix("_64") == "w4a8_units_hopper"
     for other in (form, replace(form, units=True, x_zero=True), replace(form, units=True, out_dtype=torch.float32)):
-        assert choose(HOPPER, other).product.name != "w4a8_units_hopper"
+        assert not choose(HOPPER, other).product.name.startswith("w4a8_units_hopper")
     if rows >= 256:
         assert choose(HOPPER, form).product.name == "w4a8_groups_hopper", "it keeps the kernel that it had"

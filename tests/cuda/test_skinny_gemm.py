@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cuda_problems
 import ptx_stand_ins
@@ -167,6 +168,7 @@ def test_codes_of_e4m3_are_multiplied_in_chunks(scheme, ampere, monkeypatch):
     chosen = Choice(GEMV_CHUNKS, Chunks(1, 1, 2, 2, tokens=16))
     monkeypatch.setattr(fp8, "device_of", lambda _: ampere)
     monkeypatch.setattr(fp8, "choose_among", lambda *_: chosen)
+    monkeypatch.setattr(fp8, "GEMM_HOPPER", SimpleNamespace(name="gemm_hopper", serves=lambda *_: True))
     monkeypatch.setattr(fp8.weight_only, "linear", None)
     fp8.way_of.cache_clear()
     case = problem(scheme, 19, 50, 300, torch.bfloat16, "same")
