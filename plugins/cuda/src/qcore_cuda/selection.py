@@ -21,7 +21,8 @@ from .products.catalog import FLOAT_PRODUCTS, INT8_PRODUCTS
 from .runtime.device import Device
 
 _DOUBT = 1.08
-"""What estimates for more rows than a problem has are multiplied by: others have to be slower by more than that."""
+"""What estimates for more rows than a problem has, and of `small` kernels, are multiplied by: others have to be slower
+by more than that. (With fewer rows than those for which a table was made, the latter are no faster, but others are.)"""
 
 
 @lru_cache(maxsize=8192)
@@ -80,7 +81,8 @@ def estimated(device: Device, problem: GemmProblem) -> list[tuple[float, Choice]
                 # What it was adapted to otherwise has not been measured, nor what is done as a simpler one does it.
                 if kernel.name == record.kernel and kernel.apart(device, like, config):
                     us = cost.microseconds(kernel.work(device, like, config), problem, device.sms)
-                    us = us * (1.0 if like is problem else _DOUBT) + copying(kernel.copies(problem))
+                    doubt = _DOUBT if kernel.small or like is not problem else 1.0
+                    us = us * doubt + copying(kernel.copies(problem))
                     found[choice] = min(us, found.get(choice, us))
         if not all(choice.product.small for choice in found):
             return sorted(((us, choice) for choice, us in found.items()), key=lambda pair: pair[0])
