@@ -19,7 +19,7 @@ from ..problem import GemmProblem
 from ..runtime.device import Device
 from . import int8_gemv, skinny_gemm
 from .aligned import copies_of_x, on_lines
-from .base import FloatProduct, Int8Product, Operands
+from .base import FloatProduct, Int8Product, Operands, Product
 from .gemv import GEMV
 from .skinny_gemm import ROWS, WarpShape
 
@@ -47,31 +47,14 @@ class Chunks(NamedTuple):
         return WarpShape(*self[:5])
 
 
-def _serves(device: Device, problem: GemmProblem) -> bool:
-    return device.asm and ROWS < problem.rows <= _MOST
+class _InChunks(Product[Chunks]):
+    """What both have in common."""
 
-
-def _candidates(device: Device, problem: GemmProblem) -> Iterator[Chunks]:
-    for shape in _SHAPES[problem.bits] if _serves(device, problem) else ():
-        # Sums of int32 and corrections for 64 rows and 32 tokens do not fit registers.
-        full = problem.codes and problem.bits == 4 and shape[0] == 4
-        yield from (Chunks(*shape, tokens=tokens) for tokens in ((ROWS,) if full else (ROWS, 2 * ROWS)))
-
-
-def _work(problem: GemmProblem, config: Chunks) -> Work:
-    made = skinny_gemm.work(problem, config.shape)
-    return made._replace(programs=made.programs * -(-problem.rows // config.tokens))
-
-
-class GemvChunks(FloatProduct[Chunks]):
-    """See `kernels.gemv`."""
-
-    name: ClassVar[str] = "gemv_chunks"
     config = Chunks
     small: ClassVar[bool] = True
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        return problem.narrow and _serves(device, problem)
+        return device.asm and problem.narrow and ROWS < problem.rows <= _MOST
 
     def rule(self, device: Device, problem: GemmProblem) -> Chunks | None:
         """None: which sizes are small has to be measured."""
@@ -79,11 +62,21 @@ class GemvChunks(FloatProduct[Chunks]):
         return None
 
     def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Chunks]:
-        return _candidates(device, problem)
+        for shape in _SHAPES[problem.bits] if self.serves(device, problem) else ():
+            # Sums of int32 and corrections for 64 rows and 32 tokens do not fit registers.
+            full = problem.codes and problem.bits == 4 and shape[0] == 4
+            yield from (Chunks(*shape, tokens=tokens) for tokens in ((ROWS,) if full else (ROWS, 2 * ROWS)))
 
     def work(self, device: Device, problem: GemmProblem, config: Chunks) -> Work:
         del device
-        return _work(problem, config)
+        made = skinny_gemm.work(problem, config.shape)
+        return made._replace(programs=made.programs * -(-problem.rows // config.tokens))
+
+
+class GemvChunks(_InChunks, FloatProduct[Chunks]):
+    """See `kernels.gemv`."""
+
+    name: ClassVar[str] = "gemv_chunks"
 
     def copies(self, problem: GemmProblem) -> tuple[int, ...]:
         return copies_of_x(problem, 8)
@@ -91,7 +84,8 @@ class GemvChunks(FloatProduct[Chunks]):
     def launch(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Chunks
     ) -> Tensor:
-        return self.multiply(on_lines(x, weight, device, described=False), weight, bias, device, problem, config)
+        x = on_lines(x, weight, device, described=False)
+        return self.multiply(x, weight, bias, device, problem, config)
 
     def multiply(
         self, x: Tensor, weight: Weight, bias: Tensor | None, device: Device, problem: GemmProblem, config: Chunks,
@@ -101,28 +95,11 @@ class GemvChunks(FloatProduct[Chunks]):
         return GEMV.multiply(x, weight, bias, device, problem, config.shape, tokens, chunk=config.tokens)
 
 
-class Int8GemvChunks(Int8Product[Chunks]):
+class Int8GemvChunks(_InChunks, Int8Product[Chunks]):
     """See `kernels.int8_gemv`."""
 
     name: ClassVar[str] = "int8_gemv_chunks"
-    config = Chunks
-    small: ClassVar[bool] = True
     wants_totals: ClassVar[bool] = False
-
-    def serves(self, device: Device, problem: GemmProblem) -> bool:
-        return _serves(device, problem)
-
-    def rule(self, device: Device, problem: GemmProblem) -> Chunks | None:
-        """None: which sizes are small has to be measured."""
-        del device, problem
-        return None
-
-    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Chunks]:
-        return _candidates(device, problem)
-
-    def work(self, device: Device, problem: GemmProblem, config: Chunks) -> Work:
-        del device
-        return _work(problem, config)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Chunks) -> Tensor:
         x, chunk = int8_gemv.of_codes(codes), config.tokens
