@@ -59,6 +59,13 @@ def test_each_tile(rows, scheme):
         judge(kernel, request, (torch.randn(rows, 136) + 0.3).to(dtype), weight_for(request))
 
 
+@pytest.mark.parametrize("scheme", ["wnf4a16", "w4a16-fzp", "w8a16-fzp"])
+def test_rows_of_few_numbers_are_not_rounded_alike(scheme):
+    """The errors of 16 or 256 numbers would add up over all columns."""
+    kernel, request = kernel_for(scheme, torch.bfloat16, 64, 14336)
+    judge(kernel, request, (torch.randn(130, 14336) + 0.3).to(torch.bfloat16), weight_for(request))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", ["w4a16-g128-asym", "w4a16-g32", "w8a16", "wnf4a16-g64", "w4a8-g32"])
 def test_panels_of_rows_and_columns(scheme, dtype):
