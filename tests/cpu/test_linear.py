@@ -11,6 +11,7 @@ import torch
 
 import qcore
 from qcore.contracts import LINEAR, Problem
+from qcore.contracts.inputs import Draw, Shape
 from qcore.plugin_api import LinearRequest
 from qcore_cpu import native
 
@@ -62,8 +63,11 @@ def test_each_tile(rows, scheme):
 @pytest.mark.parametrize("scheme", ["wnf4a16", "w4a16-fzp", "w8a16-fzp"])
 def test_rows_of_few_numbers_are_not_rounded_alike(scheme):
     """The errors of 16 or 256 numbers would add up over all columns."""
-    kernel, request = kernel_for(scheme, torch.bfloat16, 64, 14336)
-    judge(kernel, request, (torch.randn(130, 14336) + 0.3).to(torch.bfloat16), weight_for(request))
+    draw = Draw(torch.Generator().manual_seed(3))
+    filled = draw.fill(qcore.Scheme.parse(scheme))
+    request = LINEAR.request_for(filled, torch.device("cpu"), torch.bfloat16, 200, 4104)
+    problem = draw.linear(request, Shape("many", (130,), 200, 4104), filled.quantizer, torch.bfloat16)
+    judge(CpuLinear(request), request, problem.x, problem.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
