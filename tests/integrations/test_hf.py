@@ -187,6 +187,23 @@ class TestSaving:
         first.save_pretrained(tmp_path / "own")
         assert torch.equal(logits(Auto.from_pretrained(tmp_path / "own")), logits(first))
 
+    def test_biases_of_experts(self, tmp_path):
+        """Those of quantized experts are called ``gate_up_proj.bias``, and ``gate_up_proj_bias`` in the float model."""
+        model = saved(transformers.GptOssConfig(**SIZES, num_local_experts=4, head_dim=32), tmp_path / "float")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("_proj_bias"):
+                    parameter.normal_()
+        model.save_pretrained(tmp_path / "float")
+        first = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+        first.save_pretrained(tmp_path / "own")
+        second, about = Auto.from_pretrained(tmp_path / "own", output_loading_info=True)
+        assert not about["missing_keys"]
+        assert not about["unexpected_keys"]
+        assert torch.equal(logits(second), logits(first))
+        second.save_pretrained(tmp_path / "again")
+        assert torch.equal(logits(Auto.from_pretrained(tmp_path / "again")), logits(first))
+
     def test_config_says_what_each_layer_is(self, tmp_path):
         saved(llama(), tmp_path / "float")
         model = Auto.from_pretrained(

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -35,6 +35,7 @@ from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
 from ..nn.base import QuantizedModule
+from ..nn.experts import expert_weights
 from ..weights.schemes import Scheme
 from .config import METHOD, ForeignConfig, QcoreConfig
 from .resizing import make_resizable
@@ -111,6 +112,11 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Whether a parameter is the weight of a layer that will be quantized."""
         return self._loading is not None and param_name in self._loading.targets
 
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """Names of tensors in the files that differ from those of the float model."""
+        renamed = {} if self._loading is None else self._loading.renamed
+        return [WeightRenaming([f"^{re.escape(name)}$"], [new]) for name, new in renamed.items()]
+
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that quantizes a float weight."""
         assert isinstance(self._loading, _OnTheFly)
@@ -179,6 +185,7 @@ class _Loading:
     def __init__(self, model: Any, targets: Iterable[str]) -> None:
         self.model, self.targets = model, frozenset(targets)
         self.installed = False
+        self.renamed: dict[str, str] = {}
         self.parallel = TensorParallel.of(model)
         self.device_map: Mapping[str, Any] | None = None
 
@@ -276,6 +283,7 @@ class _Stored(_Loading):
             _ignore(model, _unknown_to(model, stored) | _unknown_to(model, archive))
             self.files = stack.pop_all()
         super().__init__(model, targets)
+        self.renamed = dict(_biases_of_experts(model, stored))
 
     def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
         size = self.sizes.get(name, self.sizes.get(f"{name}.weight"))
@@ -301,6 +309,17 @@ def _parameters_of(model: Any, archive: Archive) -> Iterable[str]:
             yield own
             source = ties.get(own, own)
             yield from (name for name in (source, *ties) if ties.get(name, name) == source)
+
+
+def _biases_of_experts(model: Any, archive: Archive) -> Iterator[tuple[str, str]]:
+    """Yield the names that biases of quantized experts have in a file of qcore, and those of the float model."""
+    stored = set(archive.plain_names())
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for which in expert_weights(module):
+            bias = f"{name}.{which}.bias"
+            if bias in stored and f"{which}_bias" in own:
+                yield bias, f"{name}.{which}_bias"
 
 
 def _stores(archive: Archive, name: str) -> bool:
