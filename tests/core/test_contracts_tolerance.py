@@ -9,17 +9,20 @@ from contract_problems import CPU, DTYPES, dense_weight, linear_cases, shape_nam
 
 from qcore.contracts import (
     CONTRACTS,
+    CONV2D,
     EMBEDDING,
     GIVEN_NAMES,
     GROUPED_LINEAR,
     LINEAR,
     EmbeddingRequest,
+    Problem,
     contract_of,
 )
 from qcore.contracts.inputs import small_k, small_n
 from qcore.formats import Format
 from qcore.weights.activations import StaticInt8
 from qcore.weights.qtensor import QTensor
+from qcore.weights.quantizers import quantize
 from qcore.weights.schemes import SCHEMES, Scheme
 
 
@@ -66,6 +69,21 @@ class TestEmbedding:
         (problem,) = EMBEDDING.probe(small)
         assert EMBEDDING.judge(problem, EMBEDDING.reference(problem).bfloat16()).ok
         assert small.signature() == request.signature()
+
+
+def test_a_convolution_may_begin_its_sums_with_the_bias():
+    """As torch's do: of a depthwise convolution with small weights the bias is most of the sum."""
+    scheme = Scheme.parse("w4a16-g32")
+    request = replace(CONV2D.request_for(scheme, CPU, torch.float32, 4, 49), bias=True)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 49, 20, 20, generator=generator)
+    weight = quantize(torch.randn(4, 49, generator=generator) * 0.01, scheme.weight)
+    problem = Problem(request, x, weight, torch.tensor([3.3, -3.7, 2.9, 3.1]))
+    y = problem.bias.view(1, -1, 1, 1).expand(1, 4, 20, 20).clone()
+    for k, column in enumerate(weight.dequantize(torch.float32).t()):
+        y += column.view(1, -1, 1, 1) * x[:, k : k + 1]
+    assert CONV2D.judge(problem, y).ok
+    assert not CONV2D.judge(problem, y + 1e-4).ok
 
 
 class TestCases:

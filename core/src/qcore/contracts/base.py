@@ -323,7 +323,7 @@ def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tens
     times the weight.
     """
     quantized = quantize_rows(problem, rows)
-    summing = _FLOAT32_SUM * max(1.0, math.sqrt(rows.shape[-1] / _FEW_TERMS))
+    summing = float32_sum_error(rows.shape[-1])
     if quantized is None:
         values = rows.double()
         narrow = 4 * ROUNDING[rows.dtype] * ((values**2) @ (magnitude**2).t()).sqrt()
@@ -333,6 +333,11 @@ def product_error(problem: Problem, rows: Tensor, dense: Tensor, magnitude: Tens
     if isinstance(problem.request.activation, (DynamicFP8, StaticFP8)):
         sums = sums + (_FP8_SUM / summing) * ((quantized.values() ** 2) @ (magnitude**2).t()).sqrt()
     return summing * sums + ties
+
+
+def float32_sum_error(terms: int) -> float:
+    """The error allowed to a float32 sum, relative to the sum of absolute values."""
+    return _FLOAT32_SUM * max(1.0, math.sqrt(terms / _FEW_TERMS))
 
 
 def finish_reference(problem: Problem, y: Tensor) -> Tensor:

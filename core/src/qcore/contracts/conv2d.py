@@ -24,6 +24,7 @@ from .base import (
     exact_weight,
     finish_allowed,
     finish_reference,
+    float32_sum_error,
     product_error,
     weight_magnitude,
 )
@@ -195,6 +196,8 @@ class Conv2dContract(Contract):
     def allowed(self, problem: Problem) -> Tensor:
         dense, size = exact_weight(problem.weight), weight_magnitude(problem.weight)
         error = torch.cat([product_error(problem, c, w, m) for c, w, m in _per_group(problem, dense, size)], dim=1)
+        if problem.bias is not None:  # torch's convolutions begin their sums with it
+            error = error + float32_sum_error(problem.weight.shape[-1]) * problem.bias.double().abs()
         return finish_allowed(problem, _exact(problem), error).reshape(_output_shape(problem)).movedim(-1, 1)
 
     def request_for(self, scheme: Scheme, device: torch.device, dtype: torch.dtype, n: int, k: int) -> Conv2dRequest:
