@@ -178,6 +178,7 @@ def _patched(linear):
         (lambda: nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
         (lambda: nn.ConvTranspose2d(1, 1, 3), "does not support ConvTranspose2d"),
         (lambda: nn.Conv1d(1, 1, 3), "does not support Conv1d"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(1, 1, 3)), "does not support ParametrizedConv1d"),
         (lambda: nn.LSTM(8, 8), "does not support LSTM"),
     ],
 )

@@ -248,7 +248,10 @@ def holds_weight(module: nn.Module) -> bool:
     if isinstance(module, WeightParts):  # the weight of a NeutralLinear, which has a row of its own
         return False
     # The tensors behind a parametrized weight are counted for the layer that owns the weight.
-    own = () if isinstance(module, ParametrizationList) else module.parameters(recurse=False)
+    if isinstance(module, ParametrizationList):
+        return False
+    behind: Any = module.parametrizations.parameters() if is_parametrized(module) else ()  # type: ignore[union-attr]
+    own = (*module.parameters(recurse=False), *behind)
     return any(_is_weight(p) and p.is_floating_point() for p in own)
 
 
