@@ -239,3 +239,24 @@ def test_a_model_that_reads_a_weight_is_told_which_to_exclude():
     again = nn.Sequential(ReadsATable(), nn.Sequential(ReadsATable()))
     qcore.quantize_(again, "w8a16", exclude="*.rel_embeddings")
     assert again(x).shape == x.shape
+
+
+class ScalesAWeight(nn.Module):
+    """As RWKV and Perceiver, which call methods of the weight of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x):
+        self.out.weight.div_(2)
+        return self.out(x)
+
+
+def test_methods_of_a_weight_are_named_with_the_layer():
+    model = nn.Sequential(ScalesAWeight())
+    qcore.quantize_(model, "w8a16")
+    with pytest.raises(AttributeError, match=r"no attribute 'div_'; dequantize.*exclude='\*\.out'\)"):
+        model(torch.randn(8, 32))
+    with pytest.raises(AttributeError, match=r"dense tensor\.$"):
+        model[0].out.weight.ds_id  # noqa: B018 - a name that a tool looks for

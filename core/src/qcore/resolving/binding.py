@@ -176,7 +176,10 @@ class WeightView(QTensor):
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
-            raise AttributeError(f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.")
+            remedy = self._exclusion() if hasattr(Tensor, name) else ""  # other names only probe for what may be there
+            raise AttributeError(
+                f"a quantized weight has no attribute {name!r}; dequantize() gives a dense tensor.{remedy}"
+            )
         weight = self.__dict__["_store"].neutral()
         for field in _REQUIRED:
             object.__setattr__(self, field, getattr(weight, field))

@@ -104,11 +104,16 @@ class QTensor:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         read = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, QTensor))
-        layer = read._pattern()  # noqa: SLF001 - of this class
         raise TypeError(
             f"torch function {name!r} was called with a QTensor, which is not a torch.Tensor.\n"
-            f"Use qcore.linear(x, weight, bias), or weight.dequantize() for a dense copy. A model that reads "
-            f"the weight of a layer itself needs this layer in floats: quantize_(model, scheme, exclude={layer!r})."
+            f"Use qcore.linear(x, weight, bias), or weight.dequantize() for a dense copy.{read._exclusion()}"  # noqa: SLF001 - of this class
+        )
+
+    def _exclusion(self) -> str:
+        """What to do about a model that reads this weight."""
+        return (
+            f" A model that reads the weight of a layer itself needs this layer in floats: "
+            f"quantize_(model, scheme, exclude={self._pattern()!r})."
         )
 
     def _pattern(self) -> str:
