@@ -288,6 +288,21 @@ class TestResizing:
         model.resize_token_embeddings(pad_to_multiple_of=64)
         assert model.config.vocab_size % 64 == 0
 
+    def test_a_head_with_a_tied_bias(self, tmp_path):
+        """As BERT's: the patterns of its ties are looked up among the parameters."""
+        sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+        masked = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+        masked.save_pretrained(tmp_path / "float")
+        model = type(masked).from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("w8a16"))
+        before, rows = logits(model), model.config.vocab_size
+        model.resize_token_embeddings(rows + 5)
+        torch.testing.assert_close(logits(model)[..., :rows], before, rtol=1e-5, atol=1e-5)
+        assert model.get_output_embeddings()._store is model.get_input_embeddings()._store
+        assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+        model.save_pretrained(tmp_path / "own")
+        again = type(masked).from_pretrained(tmp_path / "own")
+        assert torch.equal(logits(again), logits(model))
+
     def test_what_cannot_grow_says_why(self, tmp_path):
         saved(llama(), tmp_path / "float")
         model = Auto.from_pretrained(tmp_path / "float", quantization_config=QcoreConfig("wfp4a16-g16-e4m3"))

@@ -23,6 +23,7 @@ from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
 
 _EMBEDDINGS, _HEAD = "_get_resized_embeddings", "_get_resized_lm_head"
+_TIES = "get_expanded_tied_weights_keys"
 
 _RESIZED: WeakKeyDictionary[WeightStore, WeightStore] = WeakKeyDictionary()
 """Maps each weight to its resized weight, so that tied layers stay tied."""
@@ -32,6 +33,18 @@ def make_resizable(model: Any) -> None:
     """Make ``model.resize_token_embeddings`` resize quantized layers, too."""
     setattr(model, _EMBEDDINGS, functools.partial(_resized_embeddings, model))
     setattr(model, _HEAD, functools.partial(_resized_head, model))
+    setattr(model, _TIES, functools.partial(_expanded_ties, model))
+
+
+def _expanded_ties(model: Any, all_submodels: bool = False) -> dict[str, str]:
+    """As transformers' method of this name, which looks for patterns among parameters: quantized weights are none.
+
+    The names are those that were found while all weights were float.
+    """
+    try:
+        return dict(type(model).get_expanded_tied_weights_keys(model, all_submodels))
+    except ValueError:
+        return dict(model.all_tied_weights_keys)
 
 
 def _resized_embeddings(
