@@ -204,6 +204,24 @@ class TestSaving:
         second.save_pretrained(tmp_path / "again")
         assert torch.equal(logits(Auto.from_pretrained(tmp_path / "again")), logits(first))
 
+    def test_a_model_without_float_parameters(self, tmp_path):
+        """As OLMo, whose norms have none: transformers reads device and dtype of a model from its parameters."""
+        saved(transformers.OlmoConfig(**SIZES), tmp_path / "float")
+        config = QcoreConfig("w8a16")
+        first = Auto.from_pretrained(tmp_path / "float", quantization_config=config, dtype=torch.bfloat16)
+        assert (first.dtype, first.device.type) == (torch.bfloat16, "cpu")
+        first.save_pretrained(tmp_path / "own")
+        second, about = Auto.from_pretrained(tmp_path / "own", output_loading_info=True)
+        assert not about["unexpected_keys"]
+        assert second.state_dict().keys() == first.state_dict().keys()
+        texts = [model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0) for model in (first, second)]
+        assert torch.equal(*texts)
+        qcore.save(second, tmp_path / "again.safetensors")
+        third = Auto.from_config(transformers.OlmoConfig(**SIZES), dtype=torch.bfloat16).eval()
+        qcore.load_(third, tmp_path / "again.safetensors")
+        with torch.no_grad():
+            assert torch.equal(third(IDS).logits, logits(first))
+
     def test_config_says_what_each_layer_is(self, tmp_path):
         saved(llama(), tmp_path / "float")
         model = Auto.from_pretrained(

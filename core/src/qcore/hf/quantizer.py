@@ -38,6 +38,7 @@ from ..nn.base import QuantizedModule
 from ..nn.experts import expert_weights
 from ..weights.schemes import Scheme
 from .config import METHOD, ForeignConfig, QcoreConfig
+from .placing import keep_place
 from .resizing import make_resizable
 from .tensor_parallel import TensorParallel, check_whole
 
@@ -141,6 +142,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self.quantization_config = model.config.quantization_config = kept
         model.quantization_method = METHOD
         make_resizable(model)
+        keep_place(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
