@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qcore import CheckpointError
@@ -144,3 +145,28 @@ def test_parameters_on_meta_and_buffers_real(tmp_path):
     load_(model, tmp_path / "m.safetensors")
     assert torch.equal(model.child.weight, source.child.weight)
     assert torch.equal(model.table, source.table)
+
+
+class Positions(nn.Module):
+    """As transformers' Marian: the table of positions is computed, and ``save_pretrained`` leaves it out."""
+
+    _keys_to_ignore_on_save = ("positions.weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.out = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+
+def test_computed_parameters_that_are_never_saved(tmp_path):
+    model = Positions()
+    state = {name: value for name, value in model.state_dict().items() if name != "positions.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    other = Positions()
+    before = other.positions.weight.clone()
+    load_(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.out.weight, model.out.weight)
+    assert torch.equal(other.positions.weight, before)
+    with torch.device("meta"):
+        blank = Positions()
+    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint: positions\.weight"):
+        load_(blank, tmp_path / "model.safetensors")

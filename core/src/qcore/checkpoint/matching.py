@@ -194,7 +194,10 @@ def _match_plain(found: Match, archive: Archive, layers: dict[str, nn.Module]) -
     left = sorted(stored - found.slots.keys() - static)
     found.unexpected += [name for name in left if not _changes_nothing(name, layers_of, archive)]
     filled = {id(found.slots[name]) for name in (*found.plain, *found.dense)}
-    found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled]
+    # Names of transformers' models whose values are computed and not saved, such as Marian's positions.
+    computed = getattr(layers.get(""), "_keys_to_ignore_on_save", None) or ()
+    kept = {id(slot) for name, slot in found.slots.items() if name in computed and slot.device.type != "meta"}
+    found.missing += [name for name, slot in found.slots.items() if id(slot) not in filled | kept]
     found.missing += _quantized_only_in_model(found, layers)
 
 
