@@ -161,7 +161,8 @@ def test_windows_with_zero_points_and_groups(channels, geometry, outputs, scheme
     (36, 4, {"kernel_size": 3, "padding": 1}), (40, 8, {"kernel_size": (2, 5), "padding": (3, 2), "stride": (2, 3)}),
     (48, 16, {"kernel_size": 3, "padding": 2, "dilation": (1, 2)}), (64, 4, {"kernel_size": 1, "bias": False}),
     (17, 1, {"kernel_size": 3, "padding": 1, "stride": 2}), (256, 8, {"kernel_size": 3, "padding": 1}),
-    (16, 1, {"kernel_size": (19, 24), "padding": 16}),
+    (16, 1, {"kernel_size": (19, 24), "padding": 16}), (33, 1, {"kernel_size": 5, "padding": 2}),
+    (48, 1, {"kernel_size": 7, "padding": 3, "stride": (3, 1), "dilation": (1, 2)}),
 ])  # fmt: skip
 def test_channels_of_small_groups_are_lanes(channels, size, geometry, scheme, dtype, monkeypatch):
     """What planes give, to the bit: parts of lines, padding, NaN, Inf, zeros, and a range beyond the largest float."""

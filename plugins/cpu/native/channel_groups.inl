@@ -42,6 +42,30 @@ static void group_numbers(const Weight& w, int size, int64_t step, int32_t* to, 
   }
 }
 
+// LANES results from channel `first` on of N rows from `row` on.
+template <Type TYPE, int N>
+static inline __attribute__((always_inline)) void
+channel_results(const Output& out, const ChannelNumbers& w, int64_t row, int64_t first, const F (&own)[N],
+                const I (&acc)[N]) {
+  const F scale = load_f(w.scales + first), bias = out.bias ? widen_f(out.bias, first, out.bias_type) : set_f(0);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; n++) {
+    F result[1] = {mul_f(mul_f(to_f(acc[n]), scale), own[n])};
+    if (out.bias) result[0] = add_f(result[0], bias);
+    const int64_t here = row + n;
+    if (out.type != TYPE) {
+      finish_part<1>(out, here, first, LANES, result);
+      continue;
+    }
+    char* y = (char*)out.y + (here * out.stride + first) * type_size(TYPE);
+#ifdef QCORE_PARTS
+    store_some<1>(y, 0, TYPE, LANES, result);
+#else
+    store_result(y, 0, TYPE, result[0]);
+#endif
+  }
+}
+
 // LANES channels from `first` on of `count` windows of a line of results, from window v0 on.
 template <Type TYPE, Mode MODE, int S>
 struct ChannelPart {
@@ -132,7 +156,7 @@ struct ChannelPart {
       acc[n] = S == 1 ? set_i(0) : mul_i(sums, sub_i(set_i(-CODE_OFFSET), zero));
     }
     multiply<N>(values, v, codes, acc);
-    finish<N>(v, own, acc);
+    channel_results<TYPE, N>(out, w, row + v0 + v, first, own, acc);
   }
 
   // How values become codes.
@@ -174,27 +198,6 @@ struct ChannelPart {
       }
     }
     for (int n = 0; n < N; n++) sums[n] = acc[n];
-  }
-
-  template <int N>
-  inline __attribute__((always_inline)) void finish(int64_t v, const F (&own)[N], const I (&acc)[N]) const {
-    const F scale = load_f(w.scales + first), bias = out.bias ? widen_f(out.bias, first, out.bias_type) : set_f(0);
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-      F result[1] = {mul_f(mul_f(to_f(acc[n]), scale), own[n])};
-      if (out.bias) result[0] = add_f(result[0], bias);
-      const int64_t here = row + v0 + v + n;
-      if (out.type != TYPE) {
-        finish_part<1>(out, here, first, LANES, result);
-        continue;
-      }
-      char* y = (char*)out.y + (here * out.stride + first) * type_size(TYPE);
-#ifdef QCORE_PARTS
-      store_some<1>(y, 0, TYPE, LANES, result);
-#else
-      store_result(y, 0, TYPE, result[0]);
-#endif
-    }
   }
 
   void run() const {

@@ -79,11 +79,12 @@ static void channel_vectors(const Output& out, const Image& image, const Tap* ta
   }
 }
 
-static void channel_line(const Input& in, const Output& out, const Image& image, const ChannelNumbers& w, int64_t b, int64_t line,
-                         char* scratch) {
+static void channel_lines(const Input& in, const Output& out, const Image& image, const ChannelNumbers& w, int64_t b,
+                          int64_t line, int64_t lines, char* scratch) {
   const int64_t pixel = image.channels * type_size(in.type), row = image.width * pixel;
   const int64_t first_row = (b * image.out_height() + line) * image.out_width();
   const char* x = (const char*)in.x + b * image.height * row;
+  if (in.mode != DIGITS && lines > 1) return depthwise_lines(in, out, image, w, x, first_row, line, lines, scratch);
   if (in.mode != DIGITS) return parts_for<1>(in.type, in.mode, w.size)(in, out, image, w, x, first_row, line, scratch);
   Tap taps[MOST_TAPS];
   int count = 0;

@@ -45,6 +45,20 @@ static inline int64_t windows_in_part(const Image& image, int size) {
 static inline int64_t columns_of_part(const Image& image, int64_t windows) {
   return (windows - 1) * image.sw + (image.kw - 1) * image.dw + 1;
 }
+// Lines of results of a depthwise convolution that are made together, at most; see depthwise.inl. One where they share
+// no values, or with a kernel of one line.
+static inline int64_t lines_of_part(const Image& image, Mode mode, int size) {
+  const bool several = mode == STATIC && size == 1 && image.dh == 1 && image.kh > image.sh;
+  return several && image.kh * image.kw <= MOST_TAPS ? 8 : 1;
+}
+static inline int64_t rows_of_part(const Image& image, int64_t lines) {
+  return (lines - 1) * image.sh + (image.kh - 1) * image.dh + 1;
+}
+// Vectors of the weight for a part, and of all that it needs.
+static inline int64_t numbers_of_part(const Image& image) { return image.kw * ((image.kh + 3) / 4); }
+static inline int64_t vectors_of_part(const Image& image, int64_t lines, int64_t windows) {
+  return (rows_of_part(image, lines) + 2) * columns_of_part(image, windows) + numbers_of_part(image);
+}
 
 // Lines of results of one channel group, whose windows read planes of floats; see planes.inl. A line of results is `width` of
 // every `step` positions.

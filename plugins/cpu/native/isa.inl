@@ -32,6 +32,7 @@ constexpr int DIGIT_RUN = 4;  // packed columns of a digit row that lie together
 #include "magnitudes.inl"
 #include "codes.inl"
 #include "channel_groups.inl"
+#include "depthwise.inl"
 #include "channels.inl"
 #include "fp8.inl"
 #include "elements.inl"
@@ -87,7 +88,8 @@ const qcore_cpu::Kernels* qcore_cpu::QCORE_JOIN(QCORE_ISA, _kernels)() {
 #else
       DIGIT_ROWS, window_product, group_sums, nullptr, float_windows<false>,
 #endif
-      plane_product, channel_numbers, group_numbers, LANES, channel_line, fp8_row, take_every, widen, lookup, &ELEMENTS,
+      plane_product, channel_numbers, group_numbers, LANES, channel_lines, fp8_row, take_every, widen, lookup,
+      &ELEMENTS,
   };
   return &kernels;
 }

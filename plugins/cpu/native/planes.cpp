@@ -97,13 +97,19 @@ bool convolve_channels(const Kernels& kernels, const Pool& pool, const Weight& w
   const int size = static_cast<int>(image.channels / image.groups);
   const OwnNumbers own(kernels, w, in, size, true);
   if (!own.numbers.numbers) return false;
-  const int64_t lines = image.batch * image.out_height(), work = image.out_width() * image.channels * (image.kh * image.kw + 8);
-  const int64_t columns = columns_of_part(image, windows_in_part(image, type_size(in.type)));
-  std::vector<char> failed(static_cast<size_t>(lines), 0);
-  each(pool, lines, std::max<int64_t>(1, PART_WORK / (work + 1)), [&](int64_t line) {
-    const Scratch scratch((image.kh + 2) * columns * 64);
-    if (!scratch.data) failed[static_cast<size_t>(line)] = 1;
-    else kernels.channel_line(in, out, image, own.numbers, line / image.out_height(), line % image.out_height(), scratch.data);
+  const int64_t oh = image.out_height();
+  int64_t together = std::min(oh, lines_of_part(image, in.mode, size));  // lines
+  if (pool.threads > 1) together = std::max<int64_t>(1, std::min(together, image.batch * oh / (4 * pool.threads)));
+  const int64_t parts = ceil_div(oh, together), units = image.batch * parts;
+  together = ceil_div(oh, parts);
+  const int64_t work = together * image.out_width() * image.channels * (image.kh * image.kw + 8);
+  const int64_t vectors = vectors_of_part(image, together, windows_in_part(image, type_size(in.type)));
+  std::vector<char> failed(static_cast<size_t>(units), 0);
+  each(pool, units, std::max<int64_t>(1, PART_WORK / (work + 1)), [&](int64_t unit) {
+    const int64_t line = unit % parts * together, here = std::min(together, oh - line);
+    const Scratch scratch(vectors * 64);
+    if (!scratch.data) failed[static_cast<size_t>(unit)] = 1;
+    else if (here > 0) kernels.channel_lines(in, out, image, own.numbers, unit / parts, line, here, scratch.data);
   });
   return std::find(failed.begin(), failed.end(), 1) == failed.end();
 }

@@ -220,9 +220,10 @@ struct Kernels {
   // The same for groups of `size` channels, and their sums; `group_lanes`: the largest such size.
   void (*group_numbers)(const Weight&, int size, int64_t step, int32_t* to, int32_t* sums, float* scales, char* scratch);
   int group_lanes;
-  // A line of results of a depthwise convolution, or of such groups, (width, channels). `scratch`: 64 bytes for each column of a part
-  // of it and line of a window, and twice as many more.
-  void (*channel_line)(const Input&, const Output&, const struct Image&, const struct ChannelNumbers&, int64_t b, int64_t line, char* scratch);
+  // Lines of results of a depthwise convolution, or one of such groups, (width, channels). At most `lines_of_part` of
+  // them; `scratch`: `vectors_of_part` of 64 bytes.
+  void (*channel_lines)(const Input&, const Output&, const struct Image&, const struct ChannelNumbers&, int64_t b,
+                        int64_t line, int64_t lines, char* scratch);
   // A row of x as e4m3: codes as bfloat16, which holds them, and scales of `group` columns each; or, without `scales`, codes times
   // scales as float32. `given`: the scale, or 0.
   void (*fp8_row)(const void* x, Type type, int64_t k, int64_t group, float given, void* to, float* scales);
