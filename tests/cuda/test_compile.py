@@ -66,7 +66,7 @@ ELSEWHERE = [call for target in SHARED if target != "sm_90" for call in main_cal
 # Many rows, where shared memory does not hold what that of sm_90 does.
 ROOMS = (("w4a16-asym", "sm_89"), ("w8a16-asym", "sm_120"), ("w4a16", "gfx942"), ("w8a16-asym", "gfx942"))
 ELSEWHERE += [linear(s, 512, target, dtype="float16") for s, target in ROOMS]
-ELSEWHERE += [linear("w4a16-g128-asym", 512, target) for target in ("sm_89", "gfx942")]
+ELSEWHERE += [linear("w4a16-g128-asym", 512, "sm_89"), linear("w4a16-g128", 512, "gfx942")]
 # Scales of a float32 model stay float32: they take shared memory from the stages of kernels for many rows.
 WIDE = [linear(s, m, scale="float32") for s in ("w8a16-g64-asym", "w8a16-g128-fzp", "w4a16-g32-fzp") for m in (64, 256)]
 WIDE += [linear(s, m, scale="float32") for s in ("w4a8-g32-asym-aasym", "w4a8-g64-aasym") for m in (64, 512)]
