@@ -6,11 +6,11 @@
 
 Configurations are compiled first, in as many processes as there are cores, and checked on a small problem; those that
 fail are left out. ``--known``: of all kernels but these only the configurations of the shipped table are measured, for
-these, half and twice as many rows, which takes a fifth of the time. ``--alone``: nothing but the former; what the table
-holds of other kernels stays. A choice holds for all numbers of rows up to the
-next smaller one of the table: int8 kernels, some of which are slower with three quarters of the rows, are timed with
-both. ``--raw`` gets a line per form, size and number of rows, with the time of each
-configuration; later files of ``--fit``, which needs no GPU, replace what earlier ones say of a configuration. The fit
+these, half and twice as many rows, which takes a fifth of the time. ``--alone``: only the kernels of ``--known`` are
+measured, and the table's lines of other kernels stay. A choice holds for all numbers of rows up to the next smaller one
+of the table: int8 kernels, some of which are slower with three quarters of the rows, are timed with both. ``--raw``
+gets a line per form, size and number of rows, with the time of each configuration; later files of ``--fit``, which
+needs no GPU, replace what earlier ones say of a configuration. The fit
 prints by how much the choice for a size exceeds the best time if that size is left out.
 """
 

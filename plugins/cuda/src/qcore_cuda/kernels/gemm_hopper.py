@@ -7,7 +7,7 @@ other group.
 
 Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.tail_spread`), and
 the operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 32, 64, 128 or 256
-tokens, K in blocks of 128 columns, x in stages of 64; or 64 rows, whose blocks the groups take in turn (APART).
+tokens, K in blocks of 128 columns, x in stages of 64; or 64 rows, whose blocks the groups take in turn (SPLIT_K).
 Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w planar16 (int4) or rows16 (int8); scales and zero points
 ``(G, pitch_of(N))``; y ``(M, N)`` contiguous, of 16-bit floats.
 Floor: ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
@@ -58,13 +58,13 @@ UNITS = gl.constexpr(3)
 @gluon.jit
 def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
              BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, APART: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+             SCALED: gl.constexpr, ZERO: gl.constexpr, SPLIT_K: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
     A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
-    GROUPS: gl.constexpr = 1 if APART else 2
+    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
     BN: gl.constexpr = GROUPS * ROWS
     # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and BN rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
@@ -317,23 +317,23 @@ def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meet
              KB, waves, share, BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
              SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
              BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
-             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, APART: gl.constexpr,
+             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, SPLIT_K: gl.constexpr,
              PDL: gl.constexpr):  # fmt: skip
-    """Group WG of two: 64 rows of each tile, or, if APART, every second block of the program's."""
+    """Group WG of two: 64 rows of each tile, or, if SPLIT_K, every second block of the program's."""
     DT: gl.constexpr = xs.dtype
-    GROUPS: gl.constexpr = 1 if APART else 2
-    OF: gl.constexpr = 0 if APART else WG  # the group's rows of a tile
+    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
+    OF: gl.constexpr = 0 if SPLIT_K else WG  # the group's rows of a tile
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, GROUPS * ROWS)
     step = steps * 0
     # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
-    left = (steps + 1 - WG) // 2 if APART else steps
+    left = (steps + 1 - WG) // 2 if SPLIT_K else steps
     at = 0
     turn = 0
     slot = 0
     met = WG
-    if APART and WG == 1:
+    if SPLIT_K and WG == 1:
         at, turn = skip(0, 0, STAGES)
         slot = advance(0, 0, SLOTS)[0]
     if PDL and (TOKENS or SUMS):  # the previous kernel computes what the epilogue scales tokens by, or adds to them
@@ -344,7 +344,7 @@ def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meet
     while step < steps:
         tile, begin, end = segment(step, steps, program, programs, waves, share, KB)
         own = end - begin
-        if APART:  # of the program's blocks, the even ones are the first group's
+        if SPLIT_K:  # of the program's blocks, the even ones are the first group's
             own = (step + own + 1 - WG) // 2 - (step + 1 - WG) // 2
         step += end - begin
         tile_m, tile_n = tile_order(tile, tiles_m, tiles_n, GROUP)
@@ -364,7 +364,7 @@ def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meet
                 left -= 1
         # 3. Epilogue, while the copying warp fills stages for the next tile: add up a shared tile, scale, round, store.
         complete = True
-        if APART:
+        if SPLIT_K:
             acc = _together(acc, meeting, met, WG)
             met ^= 1
         if OF == WG:
@@ -384,7 +384,7 @@ def gemm_hopper(
     BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
     PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr,
-    APART: gl.constexpr = False,
+    SPLIT_K: gl.constexpr = False,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
@@ -396,8 +396,8 @@ def gemm_hopper(
     powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
     TOKENS: x are codes, scaled by tokens, float32 ``(M,)``. SUMS: zero holds one float zero point per row, which sums
     of x, float32 ``(M,)``, are multiplied by; ZERO is 0.
-    APART: tiles have 64 rows, whose blocks the two warpgroups take in turn; STAGES is a multiple of 4, so that a stage
-    is always of the same one, which sees all phases of its barriers.
+    SPLIT_K: tiles have 64 rows, whose blocks the two warpgroups take in turn; STAGES is a multiple of 4, so that a
+    stage is always of the same one, which sees all phases of its barriers.
     SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
     each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
@@ -408,10 +408,10 @@ def gemm_hopper(
         gdc_launch_dependents()
     # 2. Shared memory: STAGES stages of x, and of int8 codes; two stages are a block, and share one slot for the
     #    block's words, scales and zero points.
-    gl.static_assert(not APART or STAGES % 4 == 0)
+    gl.static_assert(not SPLIT_K or STAGES % 4 == 0)
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
-    GROUPS: gl.constexpr = 1 if APART else 2
+    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
     COUNT: gl.constexpr = GROUPS * (SLOTS if BITS == 4 else STAGES)
     ws = gl.allocate_shared_memory(w.dtype, [COUNT, w.block_shape[0], w.block_shape[1]], w.layout)
     ss = ws
@@ -425,14 +425,14 @@ def gemm_hopper(
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = y0
     meeting = y0
-    if APART:
+    if SPLIT_K:
         EXCHANGE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         handed, taken = ring(1, 1)
         meeting = (gl.allocate_shared_memory(gl.float32, [ROWS, BM], EXCHANGE), handed, taken)
     else:
         y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     # 3. Each of the two consumers reads every stage, or every second pair of them.
-    full, empty = ring(STAGES, 1 if APART else 2)
+    full, empty = ring(STAGES, 1 if SPLIT_K else 2)
     # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
     # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
@@ -440,10 +440,10 @@ def gemm_hopper(
     gl.warp_specialize([
         (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, meeting, xs, ws, ss, zs, full, empty,
                     N, M, KB, waves, share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
-                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, APART, PDL)),
+                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, SPLIT_K, PDL)),
         (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, meeting, xs, ws, ss, zs, full, empty,
                     N, M, KB, waves, share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
-                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, APART, PDL)),
+                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, SPLIT_K, PDL)),
         (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
-                    SLOTS, GROUP, EACH, SCALED, ZERO, APART, PDL)),
+                    SLOTS, GROUP, EACH, SCALED, ZERO, SPLIT_K, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -162,7 +162,7 @@ class GemmHopper(FloatProduct[Tokens]):
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled, wide), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None, SUMS=sums is not None,
-            APART=wide == rows, **options(device, 4),
+            SPLIT_K=wide == rows, **options(device, 4),
         )  # fmt: skip
         return finished(y, n, device)
 

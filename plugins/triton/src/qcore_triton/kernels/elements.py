@@ -26,14 +26,15 @@ def table_value(element, i):
 
 @triton.constexpr_function
 def balanced_bits(element):
-    """A table's numbers as the bits of bfloat16, their rounding errors about 0 in sum.
+    """A table's numbers as the bits of bfloat16, rounded so that the sum of their errors is about 0.
 
     Each weight is one of 16 numbers, whose errors are the same in all columns: with activations whose mean is not 0
-    they add up. Up to three numbers that lie between two others of bfloat16 are therefore rounded to the farther one,
-    those for which the squares of the sum and of all errors are least.
+    they add up. Therefore up to three numbers are rounded to the farther of their two neighbours in bfloat16: those
+    that minimize 4 * (sum of errors)**2 + sum of errors**2.
     """
     exact = [table_value(element, i) for i in range(16)]
-    near = [(int(element[1 + 8 * i : 9 + 8 * i], 16) + 0x7FFF + bit) >> 16 for i, bit in enumerate(_odd(element))]
+    words = [int(element[i : i + 8], 16) for i in range(1, 129, 8)]
+    near = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]  # ties to even
     errors = [bfloat16_value(bits) - value for bits, value in zip(near, exact, strict=True)]
     far = [
         bits - 1 if abs(bfloat16_value(bits)) > abs(value) else bits + 1
@@ -49,12 +50,6 @@ def balanced_bits(element):
             if least is None or cost < least:
                 chosen, least = moved, cost
     return [far[i] if i in chosen else near[i] for i in range(16)]
-
-
-@triton.constexpr_function
-def _odd(element):
-    """Whether the upper halves of a table's numbers are odd: ties go to even ones."""
-    return [int(element[1 + 8 * i : 5 + 8 * i], 16) & 1 for i in range(16)]
 
 
 @triton.constexpr_function
