@@ -21,10 +21,10 @@ OCCUPANCIES = (1, 2, 4, 0)
 CLOSE = 1.02
 """A configuration is also kept if it is this close to the best one at a measured size, or the best portable one."""
 
-PARTIAL = {"w4a8_units_hopper", "w4a8_units_hopper_64"}
+PARTIAL = {"w4a8_units_hopper", "w4a8_units_hopper_64", "w4a8_units_hopper_192"}
 """Kernels that take only some of a form's weights."""
 
-SHARING = {"gemm_hopper", "gemm_hopper_64", "w4a8_units_hopper", "w4a8_units_hopper_64", "w4a8_groups_hopper"}
+SHARING = PARTIAL | {"gemm_hopper", "gemm_hopper_64", "gemm_hopper_192", "w4a8_groups_hopper"}
 """Kernels whose programs can share tiles, as the field ``split`` of a configuration says."""
 
 EVEN = 1.04

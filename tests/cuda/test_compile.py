@@ -111,10 +111,16 @@ def product(kernel, fields, scheme, **more):
     return Call("product", {"kernel": kernel, "fields": fields, "scheme": scheme, "m": 512, **SMALL, **more})
 
 
-# Tiles with sums of their own and shared ones; tiles whose K two warpgroups share.
+# Tiles with sums of their own and shared ones; tiles whose K two warpgroups share; tiles of three warpgroups.
 UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
 TILES += [product("w4a8_units_hopper_64", [128, 2], "w4a8-g32")]
+TILES += [product("w4a8_units_hopper_192", [128, split], "w4a8-g32") for split in (0, 1)]
+TILES += [
+    product("gemm_hopper_192", [128, split], s)
+    for s in ("w4a16-g128-asym", "w4a16-g32-asym", "w4a16-fzp", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")
+    for split in (0, 1)
+]
 TILES += [
     product("gemm_hopper_64", fields, s)
     for s in ("w4a16-g128", "w4a16-g32-asym", "w4a16-fzp", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")

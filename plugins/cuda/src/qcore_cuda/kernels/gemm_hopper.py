@@ -1,13 +1,14 @@
-"""``gemm_hopper``: weight-only product for many rows on Hopper, in Gluon: one warp copies, eight unpack and multiply.
+"""``gemm_hopper``: weight-only product for many rows on Hopper, in Gluon: one warp copies, others unpack and multiply.
 
-One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two warpgroups wait for the
-stages: each unpacks its 64 rows of the weight into registers and multiplies them by BM tokens, which stay in shared
-memory, with ``wgmma``. A group unpacks one half of a block while the tensor cores work on the other half, or for the
-other group.
+One warp copies x and the packed weight through tensor descriptors into a ring of stages. Two or three warpgroups wait
+for the stages: each unpacks its 64 rows of the weight into registers and multiplies them by BM tokens, which stay in
+shared memory, with ``wgmma``. A group unpacks one half of a block while the tensor cores work on the other half, or for
+another group.
 
 Grid: at most one program per multiprocessor, one-dimensional; programs loop over tiles (`schedule.tail_spread`), and
 the operands of the next tile arrive while a result is stored. Tiles: 128 rows of the weight by BM = 32, 64, 128 or 256
-tokens, K in blocks of 128 columns, x in stages of 64; or 64 rows, whose blocks the groups take in turn (SPLIT_K).
+tokens, or 192 rows by up to 128, K in blocks of 128 columns, x in stages of 64; or 64 rows, whose blocks two groups
+take in turn.
 Inputs: x ``(M, K)`` 16-bit floats with contiguous rows; w planar16 (int4) or rows16 (int8); scales and zero points
 ``(G, pitch_of(N))``; y ``(M, N)`` contiguous, of 16-bit floats.
 Floor: ``2 * M * N * K`` operations at the 16-bit peak of the tensor cores.
@@ -56,24 +57,25 @@ UNITS = gl.constexpr(3)
 
 
 @gluon.jit
-def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS: gl.constexpr,
-             BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
-             SCALED: gl.constexpr, ZERO: gl.constexpr, SPLIT_K: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, tiles, tiles_m, tiles_n, KB, PER, waves, share,
+             BITS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
+             EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr, GROUPS: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """Fill stages, in the order of their use.
 
     A stage is 64 columns of x, and of an int8 weight. Data of a whole block of 128 columns - int4 words, scales,
     zero points - has slots of its own and arrives with the block's first stage.
     """
-    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
     BN: gl.constexpr = GROUPS * ROWS
+    PAIRS: gl.constexpr = pairs_of(GROUPS)
     # Bytes that the full barrier of a stage expects: BM rows of 64 16-bit values, and BN rows of 64 int8 codes. BLOCK:
     # bytes that come with the first stage of a block only.
     STAGE: gl.constexpr = BM * 128 + (BN * 64 if BITS == 8 else 0)
-    # Parameters are those of 128 rows, whatever a tile has: copies go to multiples of 128 bytes.
+    # Parameters are those of pairs of groups, 128 rows, whatever a tile has: copies go to multiples of 128 bytes.
     SCALES: gl.constexpr = EACH * ROWS * scale.dtype.primitive_bitwidth // 4 if SCALED else 0
     ZEROS: gl.constexpr = (1 if ZERO == UNITS else EACH) * ROWS * zero.dtype.primitive_bitwidth // 4 if ZERO else 0
-    BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + SCALES + ZEROS
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, BN)
+    BLOCK: gl.constexpr = (BN * 64 if BITS == 4 else 0) + PAIRS * (SCALES + ZEROS)
+    program, programs, steps = my_steps(tiles, waves, share, KB)
     step = steps * 0
     # 1. x may be the previous kernel's result: no copy begins before that kernel has ended. (To copy the first weights
     #    before that gained nothing.)
@@ -109,14 +111,23 @@ def _produce(x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, wave
                     elif half == 0:
                         tma.async_copy_global_to_shared(w, [n // 16, b * 256], here, ws.index(GROUPS * slot + g))
                 row = b * EACH if EACH > 1 else b // PER
-                if SCALED and half == 0:
-                    tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(slot))
-                if ZERO and half == 0:
-                    tma.async_copy_global_to_shared(zero, [0 if ZERO == UNITS else row, n0], here, zs.index(slot))
+                for pair in gl.static_range(PAIRS if half == 0 else 0):
+                    n = n0 + pair * 2 * ROWS
+                    place = PAIRS * slot + pair
+                    if SCALED:
+                        tma.async_copy_global_to_shared(scale, [row, n], here, ss.index(place))
+                    if ZERO:
+                        tma.async_copy_global_to_shared(zero, [0 if ZERO == UNITS else row, n], here, zs.index(place))
                 tma.async_copy_global_to_shared(x, [m0, b * 128 + half * 64], here, xs.index(at))
                 at, turn = advance(at, turn, STAGES)
             slot = advance(slot, 0, SLOTS)[0]
         step += end - begin
+
+
+@gluon.constexpr_function
+def pairs_of(groups):
+    """The number of copies of 128 rows that parameters of so many groups of 64 take."""
+    return (groups + 1) // 2
 
 
 @gluon.jit
@@ -142,6 +153,8 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
 
     All that the slot holds is read here: it may be filled again when the block's first stage is released.
     """
+    SIDE: gl.constexpr = WG % 2  # of the pair of groups whose parameters are copied together
+    mine = pairs_of(GROUPS) * slot + WG // 2
     LAYOUT: gl.constexpr = words_layout() if BITS == 4 else pairs_layout()
     raw = (
         load_words(ws.index(GROUPS * slot + WG), 32 if EACH == 8 else 128 // EACH)
@@ -156,29 +169,29 @@ def first_half(at, slot, ws, ss, zs, DT: gl.constexpr, BITS: gl.constexpr, WG: g
     next_s = second
     next_z = second
     if EACH == 8:  # scales of low nibbles, and of high ones in the place of zero points
-        s, z = quarter_numbers(ss.index(slot), 0, WG)
-        next_s, next_z = quarter_numbers(ss.index(slot), 1, WG)
+        s, z = quarter_numbers(ss.index(mine), 0, SIDE)
+        next_s, next_z = quarter_numbers(ss.index(mine), 1, SIDE)
         s = scales_of(s, DT)
         z = scales_of(z, DT)
         next_s = scales_of(next_s, DT)
         next_z = scales_of(next_z, DT)
     elif SCALED:
-        s = _numbers(ss.index(slot), 0, WG, LAYOUT, BITS, EACH)
+        s = _numbers(ss.index(mine), 0, SIDE, LAYOUT, BITS, EACH)
         next_s = s
         if EACH > 1:
-            next_s = _numbers(ss.index(slot), 1, WG, LAYOUT, BITS, EACH)
+            next_s = _numbers(ss.index(mine), 1, SIDE, LAYOUT, BITS, EACH)
         if ZERO == UNITS:
-            unit = word_numbers(zs.index(slot), WG)
+            unit = word_numbers(zs.index(mine), SIDE)
             s = (s.to(gl.float32) * unit).to(DT)
             next_s = (next_s.to(gl.float32) * unit).to(DT)
         else:
             s = scales_of(s, DT)
             next_s = scales_of(next_s, DT)
     if ZERO == 1 or ZERO == 2:
-        z = zero_point(_numbers(zs.index(slot), 0, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
+        z = zero_point(_numbers(zs.index(mine), 0, SIDE, LAYOUT, BITS, EACH), DT, BITS, ZERO)
         next_z = z
         if EACH > 1:
-            next_z = zero_point(_numbers(zs.index(slot), 1, WG, LAYOUT, BITS, EACH), DT, BITS, ZERO)
+            next_z = zero_point(_numbers(zs.index(mine), 1, SIDE, LAYOUT, BITS, EACH), DT, BITS, ZERO)
     low = _operand(raw, s, z, DT, BITS, False, EACH, SCALED, ZERO, DOT, ELEMENT)
     return low, second, next_s, next_z
 
@@ -204,7 +217,7 @@ def blocks(U: gl.constexpr, left, acc, low, raw, s, z, at, turn, slot, xs, ws, s
             GROUPS: gl.constexpr = 2):  # fmt: skip
     """U blocks, the first half of the first in ``low``; returns that of the next one. left: blocks to come, those too.
 
-    GROUPS: of rows in a tile; 1: every second block in the ring is that of the other warpgroup.
+    GROUPS: of 64 rows in a tile; 1: every second block in the ring is that of the other warpgroup.
 
     No product is under way from one call to the next: in a loop, ptxas would make them wait for each other.
     """
@@ -314,18 +327,18 @@ def _together(acc, meeting, turn, WG: gl.constexpr):
 
 @gluon.jit
 def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meeting, xs, ws, ss, zs, full, empty, N, M,
-             KB, waves, share, BITS: gl.constexpr, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-             SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-             BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr, ELEMENT: gl.constexpr,
-             FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr, SPLIT_K: gl.constexpr,
-             PDL: gl.constexpr):  # fmt: skip
-    """Group WG of two: 64 rows of each tile, or, if SPLIT_K, every second block of the program's."""
+             tiles, tiles_m, tiles_n, KB, waves, share, WG: gl.constexpr, BITS: gl.constexpr, BM: gl.constexpr,
+             STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
+             ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
+             ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr,
+             GROUPS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Group WG: 64 rows of each tile, or, if tiles have no more, every second block of the program's."""
     DT: gl.constexpr = xs.dtype
-    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
+    SPLIT_K: gl.constexpr = GROUPS == 1
     OF: gl.constexpr = 0 if SPLIT_K else WG  # the group's rows of a tile
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB, GROUPS * ROWS)
+    program, programs, steps = my_steps(tiles, waves, share, KB)
     step = steps * 0
     # left: blocks to come in all tiles of this program, so that only the last one does not prefetch.
     left = (steps + 1 - WG) // 2 if SPLIT_K else steps
@@ -369,7 +382,9 @@ def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meet
             met ^= 1
         if OF == WG:
             if SPREAD:
-                acc, complete = summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG)
+                acc, complete = summed(
+                    acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG, max(2, GROUPS)
+                )
             if complete:
                 _leave(acc, y, scale, zero, factor, bias, tokens, sums, ys, tile_m * BM,
                        tile_n * (GROUPS * ROWS) + OF * ROWS, M, N, SCALED, FACTOR, BIAS, PIECES, ZERO, TOKENS,
@@ -378,28 +393,32 @@ def _consume(y, scale, zero, factor, bias, tokens, sums, parts, counts, ys, meet
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "tiles_m", "tiles_n", "KB", "PER", "waves", "share"])
 def gemm_hopper(
-    x, w, scale, zero, factor, bias, tokens, sums, y, parts, counts, M, N, KB, PER, waves, share, BITS: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr, SCALED: gl.constexpr,
-    ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr, SPREAD: gl.constexpr,
-    PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr, SUMS: gl.constexpr,
-    SPLIT_K: gl.constexpr = False,
+    x, w, scale, zero, factor, bias, tokens, sums, y, parts, counts, M, N, tiles, tiles_m, tiles_n, KB, PER, waves,
+    share, BITS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, EACH: gl.constexpr,
+    SCALED: gl.constexpr, ZERO: gl.constexpr, BIAS: gl.constexpr, PIECES: gl.constexpr, U: gl.constexpr,
+    SPREAD: gl.constexpr, PDL: gl.constexpr, ELEMENT: gl.constexpr, FACTOR: gl.constexpr, TOKENS: gl.constexpr,
+    SUMS: gl.constexpr, GROUPS: gl.constexpr = 2,
 ):  # fmt: skip
     """``y[m, n] = sum_k x[m, k] * W[n, k] + bias[n]``.
 
     x, w, y: descriptors, of x with blocks (BM, 64), of int4 words ``(N / 16, KB * 256)`` with blocks (4, 256), of pairs
-    of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). KB: blocks of 128 columns; PER of them share a row
-    of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if EACH is not 1. SCALED:
-    these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else there is one scale per
-    row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of float32 ``(1, N)``,
-    powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds the same powers.
+    of int8 with blocks (64, 32), of y with blocks (BM / PIECES, 64). tiles: all, tiles_m of tokens by tiles_n of rows
+    of the weight; computed here, they would be kept from the start, where registers are few. KB: blocks of 128 columns;
+    PER of them share a row of scales and zero points, or each has EACH rows, 2, 4 or 8 (groups of 64, 32 or 16), if
+    EACH is not 1. SCALED: these are multiplied with the weight and scale is a descriptor with blocks (EACH, 128); else
+    there is one scale per row, for the sum over K. zero: likewise a descriptor, if there is one; if ZERO is `UNITS`, of
+    float32 ``(1, N)``, powers of two that the scales of a row are multiplied by, and the sum divided by; factor holds
+    the same powers.
     TOKENS: x are codes, scaled by tokens, float32 ``(M,)``. SUMS: zero holds one float zero point per row, which sums
     of x, float32 ``(M,)``, are multiplied by; ZERO is 0.
-    SPLIT_K: tiles have 64 rows, whose blocks the two warpgroups take in turn; STAGES is a multiple of 4, so that a
-    stage is always of the same one, which sees all phases of its barriers.
-    SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, 128 * BM for each program and
-    each tile that is left; counts, two for each of these tiles, are zero before and after. The order of sums is fixed.
+    GROUPS: of 64 rows in a tile, 2 or 3, each with a warpgroup of its own; 1: two warpgroups take the blocks of the
+    same rows in turn; STAGES is a multiple of 4, so that a stage is always of the same one, which sees all phases of
+    its barriers.
+    SPREAD: tiles are shared, see `parts`, with a block for a step: parts are float32, BM times 64 for each warpgroup,
+    of each program and each tile that is left; counts, one for each warpgroup and each of these tiles, are zero before
+    and after. The order of sums is fixed.
     ELEMENT, FACTOR: see `Weight`. U: blocks in a turn of the loop. GROUP: tiles of tokens whose programs share the
     weight in the second-level cache.
     """
@@ -408,19 +427,20 @@ def gemm_hopper(
         gdc_launch_dependents()
     # 2. Shared memory: STAGES stages of x, and of int8 codes; two stages are a block, and share one slot for the
     #    block's words, scales and zero points.
+    SPLIT_K: gl.constexpr = GROUPS == 1
     gl.static_assert(not SPLIT_K or STAGES % 4 == 0)
     SLOTS: gl.constexpr = (STAGES + 1) // 2
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 64], x.layout)
-    GROUPS: gl.constexpr = 1 if SPLIT_K else 2
     COUNT: gl.constexpr = GROUPS * (SLOTS if BITS == 4 else STAGES)
     ws = gl.allocate_shared_memory(w.dtype, [COUNT, w.block_shape[0], w.block_shape[1]], w.layout)
     ss = ws
     zs = ws
+    PLACES: gl.constexpr = pairs_of(GROUPS) * SLOTS
     if SCALED:
-        ss = gl.allocate_shared_memory(scale.dtype, [SLOTS, EACH, 2 * ROWS], scale.layout)
+        ss = gl.allocate_shared_memory(scale.dtype, [PLACES, EACH, 2 * ROWS], scale.layout)
     if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [SLOTS, 1 if ZERO == UNITS else EACH, 2 * ROWS], zero.layout)
-    # A result buffer for each group: neither waits until the other's store has read its buffer. If groups do not have
+        zs = gl.allocate_shared_memory(zero.dtype, [PLACES, 1 if ZERO == UNITS else EACH, 2 * ROWS], zero.layout)
+    # A result buffer for each group: none waits until another one's store has read its buffer. If groups do not have
     # rows of their own, the first one stores, and a buffer for the second one's sums takes the place.
     y0 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
     y1 = y0
@@ -431,19 +451,35 @@ def gemm_hopper(
         meeting = (gl.allocate_shared_memory(gl.float32, [ROWS, BM], EXCHANGE), handed, taken)
     else:
         y1 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
-    # 3. Each of the two consumers reads every stage, or every second pair of them.
-    full, empty = ring(STAGES, 1 if SPLIT_K else 2)
+    # 3. Each of the consumers reads every stage, or each of two every second pair of them.
+    full, empty = ring(STAGES, GROUPS)
     # TMA signals barriers through the async proxy; it has to see them initialized.
     fence_async_shared()
-    # 4. The first consumer runs on the launch's four warps, the second on four more, the copies on one; the copying
-    #    warp keeps 24 registers per thread and leaves 240 to each thread of the second consumer.
-    gl.warp_specialize([
-        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, meeting, xs, ws, ss, zs, full, empty,
-                    N, M, KB, waves, share, BITS, 0, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
-                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, SPLIT_K, PDL)),
-        (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, meeting, xs, ws, ss, zs, full, empty,
-                    N, M, KB, waves, share, BITS, 1, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, BIAS, PIECES, U,
-                    SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, SPLIT_K, PDL)),
-        (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, N, M, KB, PER, waves, share, BITS, BM, STAGES,
-                    SLOTS, GROUP, EACH, SCALED, ZERO, SPLIT_K, PDL)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    # 4. The first consumer runs on the launch's four warps, the others on four more each, the copies on one; the
+    #    copying warp keeps 24 or 32 registers per thread and leaves 240 to each of two consumers, 160 to each of three.
+    if GROUPS == 3:
+        y2 = gl.allocate_shared_memory(y.dtype, [BM // PIECES, ROWS], y.layout)
+        gl.warp_specialize([
+            (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, meeting, xs, ws, ss, zs, full,
+                        empty, N, M, tiles, tiles_m, tiles_n, KB, waves, share, 0, BITS, BM, STAGES, SLOTS, GROUP, EACH,
+                        SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, GROUPS, PDL)),
+            (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, meeting, xs, ws, ss, zs, full,
+                        empty, N, M, tiles, tiles_m, tiles_n, KB, waves, share, 1, BITS, BM, STAGES, SLOTS, GROUP, EACH,
+                        SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, GROUPS, PDL)),
+            (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y2, meeting, xs, ws, ss, zs, full,
+                        empty, N, M, tiles, tiles_m, tiles_n, KB, waves, share, 2, BITS, BM, STAGES, SLOTS, GROUP, EACH,
+                        SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, GROUPS, PDL)),
+            (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, tiles, tiles_m, tiles_n, KB, PER, waves, share,
+                        BITS, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, GROUPS, PDL)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y0, meeting, xs, ws, ss, zs, full,
+                        empty, N, M, tiles, tiles_m, tiles_n, KB, waves, share, 0, BITS, BM, STAGES, SLOTS, GROUP, EACH,
+                        SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, GROUPS, PDL)),
+            (_consume, (y, scale, zero, factor, bias, tokens, sums, parts, counts, y1, meeting, xs, ws, ss, zs, full,
+                        empty, N, M, tiles, tiles_m, tiles_n, KB, waves, share, 1, BITS, BM, STAGES, SLOTS, GROUP, EACH,
+                        SCALED, ZERO, BIAS, PIECES, U, SPREAD, ELEMENT, FACTOR, TOKENS, SUMS, GROUPS, PDL)),
+            (_produce, (x, w, scale, zero, xs, ws, ss, zs, full, empty, tiles, tiles_m, tiles_n, KB, PER, waves, share,
+                        BITS, BM, STAGES, SLOTS, GROUP, EACH, SCALED, ZERO, GROUPS, PDL)),
+        ], [4, 1], [240, 24])  # fmt: skip

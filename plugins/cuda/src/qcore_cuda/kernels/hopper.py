@@ -46,13 +46,11 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def my_steps(N, M, BM: gl.constexpr, waves, share, KB, BN: gl.constexpr = 128):
-    """Tiles of BM tokens and of BN rows of the weight, this program, all programs, and the steps of this one."""
-    tiles_m = gl.cdiv(M, BM)
-    tiles_n = gl.cdiv(N, BN)
+def my_steps(tiles, waves, share, KB):
+    """This program, all programs, and the steps of this one."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    return tiles_m, tiles_n, program, programs, steps_of(program, programs, tiles_n * tiles_m, waves, share, KB)
+    return program, programs, steps_of(program, programs, tiles, waves, share, KB)
 
 
 @gluon.jit
@@ -89,16 +87,18 @@ def leave(c, tiles, at, buffers, PIECE: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr):
+def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share, KB, WG: gl.constexpr,
+           GROUPS: gl.constexpr = 2):  # fmt: skip
     """Leave a warpgroup's part of a tile's sums for another program, or add up all parts.
 
-    Of two warpgroups, acc has half of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
+    Each of GROUPS warpgroups has as many of a tile's rows. Returns the sum, and whether it is complete. See `parts`.
     """
-    HALF: gl.constexpr = acc.shape[0]
+    MINE: gl.constexpr = acc.shape[0]
+    OF: gl.constexpr = GROUPS * MINE
     BM: gl.constexpr = acc.shape[1]
-    i = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    i = WG * MINE + gl.arange(0, MINE, gl.SliceLayout(1, acc.type.layout))
     j = gl.arange(0, BM, gl.SliceLayout(0, acc.type.layout))
-    SIZE: gl.constexpr = 2 * HALF * BM
+    SIZE: gl.constexpr = OF * BM
     complete = end - begin == KB
     if not complete:
         # 1. Tiles behind the whole waves are numbered from 0; programs left..right have steps of this one. Each group
@@ -106,30 +106,30 @@ def summed(acc, parts, counts, tile, begin, end, program, programs, waves, share
         #    grows at each boundary, so part + program is a slot of its own.
         part = tile - waves * programs
         left = part * KB // share
-        right = (part * KB + KB - 1) // share
-        count = counts + 2 * part + WG
+        right = ((part + 1) * KB - 1) // share
+        count = counts + GROUPS * part + WG
         if right - left == 1:
             # 2. Of two, whoever comes first leaves its part; the second keeps its own in registers and waits for the
             #    first, which has come and is writing. a + b is b + a: the result does not depend on who came first.
-            complete = gl.atomic_add(count, 1, sem="acq_rel") % WRITTEN == 1
+            complete = gl.atomic_add(count, 1, sem="relaxed") % WRITTEN == 1
             if complete:
-                there = gl.atomic_add(count, 0, sem="acq_rel")
+                there = gl.atomic_add(count, 0, sem="acquire")
                 while there < WRITTEN:
-                    there = gl.atomic_add(count, 0, sem="acq_rel")
-                acc = add_at(acc, value_at(parts, part + left + right - program, i, j, 2 * HALF, BM), 0, SIZE, True)
+                    there = gl.atomic_add(count, 0, sem="acquire")
+                acc = add_at(acc, value_at(parts, part + left + right - program, i, j, OF, BM), 0, SIZE, True)
                 gl.store(count, 0)  # ready for the next launch
             else:
-                put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
+                put(value_at(parts, part + program, i, j, OF, BM), acc, True)
                 count_in(count, WRITTEN)
         else:
             # 3. Of several, the last to come sums the slots in their order, its own part included: again the result
             #    does not depend on who that was.
-            put(value_at(parts, part + program, i, j, 2 * HALF, BM), acc, True)
+            put(value_at(parts, part + program, i, j, OF, BM), acc, True)
             complete = count_in(count, 1) == right - left
             if complete:
                 acc = zeros_like(acc, True)
                 for p in range(left, right + 1, 4):
-                    acc = add_at(acc, value_at(parts, part + p, i, j, 2 * HALF, BM), right - p, SIZE, True)
+                    acc = add_at(acc, value_at(parts, part + p, i, j, OF, BM), right - p, SIZE, True)
                 gl.store(count, 0)
     return acc, complete
 

@@ -48,7 +48,9 @@ def _produce(x, w, scale, zero, sums, xs, ws, ss, zs, ms, full, empty, N, M, KB,
     STAGE: gl.constexpr = BM * 4 * P + BN * P + 2 * BN * NUMBERS
     if PDL:
         gdc_launch_dependents()
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, 2 * ROWS)
+    program, programs, steps = my_steps(tiles_n * tiles_m, waves, share, KB)
     step = steps * 0
     # 1. The first weights, as many stages as the ring holds, before the previous kernel, which quantizes x, has ended.
     tile, first, end = segment(step, steps, program, programs, waves, share, KB)
@@ -137,7 +139,9 @@ def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, part
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     begin(PDL)
-    tiles_m, tiles_n, program, programs, steps = my_steps(N, M, BM, waves, share, KB)
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, 2 * ROWS)
+    program, programs, steps = my_steps(tiles_n * tiles_m, waves, share, KB)
     step = steps * 0
     # left: stages to come in all tiles of this program, so that only the last one does not prefetch.
     left = steps

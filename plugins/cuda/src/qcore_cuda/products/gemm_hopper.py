@@ -137,13 +137,16 @@ class GemmHopper(FloatProduct[Tokens]):
         bm = next(size for size in (32, 64, 128, config.bm) if size >= min(m, config.bm))
         blocks, wide = -(-columns // 128), self.rows
         scaled, each, sums = not problem.one_group, parameter_rows(problem), sums_of(x, problem, device)
-        pieces = 2 if bm > 128 else 1  # whole tiles of results would take the place of a stage
+        # The rows of a tile for each warpgroup, of which there are at least two; whole tiles of results would take the
+        # place of a stage.
+        groups = wide // rows
+        parties, pieces = max(2, groups), 2 if bm * groups > 256 else 1
         y = result(m, n, problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
         tiles = tiles_of(n, m, bm, wide)
         waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
         left = tiles - waves * programs if share else 0
-        parts = empty(((programs + left) * 2 * rows * bm,), torch.float32, x.device) if left else y
+        parts = empty(((programs + left) * parties * rows * bm,), torch.float32, x.device) if left else y
         numbers: Any = scale if zero is None else zero
         factor, kind = weight.factor, NO_ZERO if sums is not None else problem.zero
         if kind:
@@ -157,12 +160,13 @@ class GemmHopper(FloatProduct[Tokens]):
             numbers, scale if factor is None else factor, scale if bias is None else bias,
             scale if tokens is None else tokens, scale if sums is None else sums,
             descriptor(y, (bm // pieces, rows)), parts,
-            tracked(counters, 2 * left, x.device) if left else y,
-            m, n, blocks, blocks if problem.one_group else max(1, weight.group // 128), waves, share,
+            tracked(counters, parties * left, x.device) if left else y,
+            m, n, tiles, -(-m // bm), -(-n // wide), blocks,
+            blocks if problem.one_group else max(1, weight.group // 128), waves, share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled, wide), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
             U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None, SUMS=sums is not None,
-            SPLIT_K=wide == rows, **options(device, 4),
+            GROUPS=groups, **options(device, 4),
         )  # fmt: skip
         return finished(y, n, device)
 
@@ -177,17 +181,17 @@ def blocks_of_a_turn(bm: int, bits: int) -> int:
 def stages_of(weight: Weight, bm: int, pieces: int, each: int, scaled: bool, rows: int = 128) -> int:
     """Stages of a ring that fits shared memory; ``each``: rows of parameters of a block; ``rows``: of the weight."""
     numbers = [weight.scale if scaled else None, weight.zero]
-    # Those of 128 rows, whatever the tile has: copies go to multiples of 128 bytes of shared memory.
+    # Those of 128 rows, or twice as many: copies go to multiples of 128 bytes of shared memory.
     parameters = 128 * each * sum(t.element_size() for t in numbers if t is not None)
     parameters += 0 if weight.units is None else 512
-    slot = (64 * rows if weight.bits == 4 else 0) + parameters
+    slot = (64 * rows if weight.bits == 4 else 0) + -(-rows // 128) * parameters
     stage = bm * 128 + (64 * rows if weight.bits == 8 else 0)
-    # Results of both warpgroups, or of one and the float32 sums of the other.
-    fixed = 2 * bm // pieces * 128 if rows == 128 else bm * 128 + bm * 256
+    # Results of all warpgroups, or of one and the float32 sums of the other.
+    fixed = bm // pieces * 2 * rows if rows > 64 else bm * 128 + bm * 256
     stages = room_for(stage, slot, fixed, _STAGES[weight.bits, bm])
     # If warpgroups take blocks in turn, a stage has to be always of the same one: parity tells a phase of a barrier
     # only from the next, and copies may arrive in any order, so nobody may leave a phase out.
-    return stages if rows == 128 else stages // 4 * 4
+    return stages if rows > 64 else stages // 4 * 4
 
 
 def parameter_rows(problem: GemmProblem) -> int:
@@ -218,5 +222,22 @@ class GemmHopper64(GemmHopper):
         return None
 
 
+class GemmHopper192(GemmHopper):
+    """`GemmHopper` with three warpgroups, for tiles of three quarters of the largest, which fill more multiprocessors.
+
+    They copy less of x for each product than tiles of 128 rows by as many tokens.
+    """
+
+    name: ClassVar[str] = "gemm_hopper_192"
+    rows: ClassVar[int] = 192
+    sizes: ClassVar[Collection[int]] = (128,)
+
+    def rule(self, device: Device, problem: GemmProblem) -> Tokens | None:
+        """None: `GemmHopper` has one."""
+        del device, problem
+        return None
+
+
 GEMM_HOPPER = GemmHopper()
 GEMM_HOPPER_64 = GemmHopper64()
+GEMM_HOPPER_192 = GemmHopper192()

@@ -25,6 +25,7 @@ from .base import Int8Product, Operands
 from .gemm_hopper import (
     GEMM_HOPPER,
     GEMM_HOPPER_64,
+    GEMM_HOPPER_192,
     GemmHopper,
     Tokens,
     parameter_rows,
@@ -83,5 +84,13 @@ class W4A8UnitsHopper64(W4A8UnitsHopper):
     floats: ClassVar[GemmHopper] = GEMM_HOPPER_64
 
 
+class W4A8UnitsHopper192(W4A8UnitsHopper):
+    """The same in tiles of 192 rows of the weight, see `GemmHopper192`."""
+
+    name: ClassVar[str] = "w4a8_units_hopper_192"
+    floats: ClassVar[GemmHopper] = GEMM_HOPPER_192
+
+
 W4A8_UNITS_HOPPER = W4A8UnitsHopper()
 W4A8_UNITS_HOPPER_64 = W4A8UnitsHopper64()
+W4A8_UNITS_HOPPER_192 = W4A8UnitsHopper192()

@@ -48,11 +48,9 @@ def chosen_nibble(raw, high):
 @triton.jit
 def tile_order(tile, rows, columns, GROUP_M: tl.constexpr):
     """Tile number to (row, column): bands of GROUP_M rows of tiles, column by column, to keep both operands in L2."""
-    per_band = GROUP_M * columns
-    band = tile // per_band
-    first = band * GROUP_M
+    first = tile // columns // GROUP_M * GROUP_M
     height = tl.minimum(rows - first, GROUP_M)
-    inside = tile % per_band
+    inside = tile - first * columns
     return first + inside % height, inside // height
 
 
