@@ -153,7 +153,7 @@ def _times(form: Form, m: int, k: int, n: int, choices: list[Any]) -> tuple[floa
 def _time(calls: list[list[Any]]) -> float | str:
     """The longest time, or what went wrong: other configurations are wanted all the same."""
     try:
-        return max(microseconds(each, 3) for each in calls)
+        return max(microseconds(each) for each in calls)
     except Exception as error:  # noqa: BLE001 - whatever it is
         return first_line(error)
 
