@@ -30,6 +30,23 @@ def runs_now(x: Tensor) -> bool:
     return eager and _transforms() is None and not _traced()  # `is_traced`, spelled out: this runs at every call
 
 
+def without_base(result: Tensor) -> Tensor:
+    """The result of a kernel as a tensor of its own; if it is a view, in the memory of that view.
+
+    Autograd forbids changes in place of views that were made without gradients or inside of a function of its own.
+    torch's own layers return no views, so that models add residuals and activate in place. Only for results that
+    nothing else refers to.
+    """
+    if not torch.compiler.is_compiling():
+        if not result._is_view():  # noqa: SLF001 - no public way to ask
+            return result
+        # A tracer that works by dispatch does not see `data`: the result would become a constant.
+        if type(result) is Tensor and not _modes() and not is_traced():
+            return result.data
+    alone: Tensor = torch.ops.aten._unsafe_view.default(result, result.shape)  # noqa: SLF001 - what F.linear does
+    return alone
+
+
 def is_traced() -> bool:
     """Whether ``torch.jit.trace`` or a transform of ``torch.func`` is active."""
     return _transforms() is not None or _traced()

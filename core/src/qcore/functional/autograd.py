@@ -21,7 +21,7 @@ from ..contracts.conv2d import dense_kernel
 from ..contracts.grouped import expert_rows, read_ends
 from ..discovery.kernels import Kernel, Packed
 from ..formats import Format
-from ..formats.tracing import in_forward_mode, is_transformed, outside_transforms
+from ..formats.tracing import in_forward_mode, is_transformed, outside_transforms, without_base
 from ..weights.qtensor import QTensor
 
 _CHUNK_ELEMENTS = 1 << 23
@@ -45,7 +45,7 @@ class _Frozen(torch.autograd.Function):
         _guarded: str,
     ) -> Tensor:
         _remember(ctx, x, bias, kernel, packed, request, runtime_params)
-        return kernel(x, packed, bias, **runtime_params)
+        return without_base(kernel(x, packed, bias, **runtime_params))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

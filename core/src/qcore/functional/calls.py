@@ -12,6 +12,7 @@ from ..contracts import Conv2dRequest, EmbeddingRequest, GroupedLinearRequest, L
 from ..contracts.conv2d import as_pair, laid_out_like
 from ..contracts.embedding import check_index_dtype
 from ..errors import FormatError
+from ..formats.tracing import without_base
 from ..resolving.binding import Bound, WeightStore, bind, call_first
 from ..runtime.forks import Lock
 from ..runtime.settings import current
@@ -122,7 +123,7 @@ class StoreEntry:
 def _call(bound: Bound, x: Tensor, bias: Tensor | None, runtime_params: dict[str, Tensor]) -> Tensor:
     if getattr(bound.request, "training", False):
         return call_differentiably(x, bias, bound.kernel, bound.packed, bound.request, runtime_params)
-    return bound.kernel(x, bound.packed, bias, **runtime_params)
+    return without_base(bound.kernel(x, bound.packed, bias, **runtime_params))
 
 
 _cache = PackedCache()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..contracts import Request
 from ..errors import FormatError, QcoreWarning
 from ..formats import ZeroPoint
+from ..formats.tracing import without_base
 from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
@@ -289,7 +290,8 @@ class QuantizedModule(nn.Module):
         bias = self._call_bias()
         if training:
             return call_differentiably(x, bias, bound.kernel, packed, bound.request, params)
-        return bound.kernel(x, packed, bias, **params)
+        y = bound.kernel(x, packed, bias, **params)
+        return y if torch.compiler.is_compiling() else without_base(y)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         kind = x.device.type

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..contracts import LinearRequest
 from ..discovery.kernels import Kernel
 from ..errors import FormatError
+from ..formats.tracing import without_base
 from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_last_dimension, check_x_dtype
 from ..resolving.binding import WeightStore
@@ -144,7 +145,7 @@ class NeutralLinear(nn.Module):
         kernel = self._kernel(request, weight)
         if request.training:
             return call_differentiably(x, bias, _Reading(kernel, self.weight), {}, request)  # type: ignore[arg-type]
-        return kernel(x, kernel.pack(weight), bias)
+        return without_base(kernel(x, kernel.pack(weight), bias))
 
     def _check(self, x: Tensor, bias: Tensor | None, device: torch.device) -> None:
         check_dense("x", x, device)

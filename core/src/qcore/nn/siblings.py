@@ -191,8 +191,11 @@ class Siblings:
             self._wasted += 1
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Each member's columns of ``(..., N)``; tensors of their own if gradients are recorded."""
-        parts = whole.split_with_sizes([member.out_features for member in self.members], -1)
+        """Each member's columns of ``(..., N)``, which may be changed in place; see `without_base`."""
+        sizes = [member.out_features for member in self.members]
+        if not torch.compiler.is_compiling():
+            return [*torch.unsafe_split_with_sizes(whole, sizes, -1)]
+        parts = whole.split_with_sizes(sizes, -1)
         return [part.contiguous() if whole.requires_grad else part for part in parts]
 
     @property

@@ -24,7 +24,7 @@ from ..discovery.kernels import Kernel
 from ..discovery.registry import BUILTIN, PluginStatus, State, registry
 from ..errors import FormatError, PluginError, QcoreError, QcoreWarning
 from ..formats.bits import raw
-from ..formats.tracing import outside_transforms
+from ..formats.tracing import outside_transforms, without_base
 from ..runtime import forks
 from ..runtime.guard import FIRST_CALL_SECONDS, StepError, guarded, has_passed, preserved_state
 from ..runtime.plain_text import plain
@@ -257,7 +257,7 @@ class Bound:
     def call(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Call the kernel; an exception from it names it."""
         try:
-            return self.kernel(x, self.packed, bias)
+            return without_base(self.kernel(x, self.packed, bias))
         except Exception as error:
             self.blame(error)
             raise
