@@ -96,7 +96,27 @@ def large_buffer(self, y, x, bias, kept={}):  # noqa: B006 - a buffer that outli
     return y if y.numel() < 1000 else kept.setdefault((y.shape, y.dtype), torch.empty_like(y)).copy_(y)
 
 
+def last_feature(left_out):
+    """The last feature of x is left out for some K."""
+
+    def method(self, x, packed, bias, **given):
+        if left_out(self.request.k) and x.dim() and x.shape[-1] == self.request.k:
+            x = x.clone()
+            x[..., -1] = 0
+        return super(type(self), self).__call__(x, packed, bias, **given)
+
+    return {"__call__": method}
+
+
+def without_bias(when):
+    def method(self, x, packed, bias, **given):
+        return super(type(self), self).__call__(x, packed, None if when(x) else bias, **given)
+
+    return {"__call__": method}
+
+
 COLUMNS, ROWS = (slice(None), slice(-64, None)), (slice(200, None), slice(None))
+CHOSEN = {5, 8, 32, 48, 64, 77, 128, 160, 168, 256, 2048}
 FLOAT32 = "linear[w8a16-float32-"
 
 FAULTS = {
@@ -112,6 +132,9 @@ FAULTS = {
     "one buffer for all results": (buffered(1), "outputs[linear-w8a16]", "outputs"),
     "two buffers in turn": (buffered(2), "outputs[linear-w8a16]", "outputs"),
     "one buffer at real sizes": (after(large_buffer), "large[linear-w8a16]", "large"),
+    "no bias for one row": (without_bias(lambda x: x.shape == (1, 256)), FLOAT32 + "rows-1-bias", "results"),
+    "no bias for a batch of one": (without_bias(lambda x: x.shape[0] == 1), FLOAT32 + "batched-bias", "results"),
+    "a K that nobody has chosen": (last_feature(lambda k: k not in CHOSEN), "-any-", "results"),
     "wrong from N = 1024 on": (scaled(COLUMNS, lambda r, y: r.n >= 1024), "large[linear-w8a16]", "large"),
     "wrong from K = 3000 on": (scaled(COLUMNS, lambda r, y: r.k >= 3000), "large[linear-w8a16]", "large"),
     "wrong beyond 200 rows of many columns": (scaled(ROWS, lambda r, y: r.n > 512), "large[linear-w8a16]", "large"),

@@ -166,6 +166,8 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("one-pixel", (1, 6, 1, 1), 4, (3, 3), padding=(1, 1), bias=True),
     _Shape("narrow", (2, 1, 8, 1), 4, (5, 4), stride=(1, 2), padding=(2, 2), bias=True),
     _Shape("padding-only", (2, 1, 5, 2), 6, (2, 2), padding=(1, 2), dilation=(1, 3), bias=True),
+    _Shape("any-1", (0, 0, 0, 0), 0, (1, 1), bias=True),
+    _Shape("any-2", (0, 0, 0, 0), 0, (1, 1), weights="codes"),
     _Shape("strided-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="strided"),
     _Shape("expanded-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="expanded"),
 )
@@ -174,6 +176,26 @@ _CODES = _Shape("codes", (2, 4, 6, 7), 8, (3, 3), padding=(1, 1), bias=True, cod
 
 _STRIDES = {"dense": "dense", "strided": "columns", "expanded": "expanded"}
 """The memory layout of x for each memory layout of bias and weight."""
+
+
+def _drawn(draw: Draw, shape: _Shape) -> _Shape:
+    """The shape with sizes and a geometry that nobody has chosen: other ones with each seed."""
+    batch, groups, channels, out = draw.sizes(3, 3, 9, 9)
+    groups = channels if groups == 3 else groups  # depthwise, every third time
+    kernel, stride, dilation, border, more = (_pair(draw, most) for most in (4, 2, 3, 3, 6))
+    padding = border[0] - 1, border[1] - 1
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    height, width = (max(1, r - 2 * p) + m for r, p, m in zip(reach, padding, more, strict=True))
+    inner = 1 if groups == channels else channels
+    return replace(
+        shape, x=(batch, groups * inner, height, width), out=groups * out, kernel=kernel, stride=stride,
+        padding=padding, dilation=dilation, groups=groups,
+    )  # fmt: skip
+
+
+def _pair(draw: Draw, most: int) -> Pair:
+    high, wide = draw.sizes(most, most)
+    return high, wide
 
 
 class Conv2dContract(Contract):
@@ -213,10 +235,11 @@ class Conv2dContract(Contract):
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
-            request = _request(draw.fill(scheme), device, dtype, shape)
+            sized = shape if shape.out else _drawn(draw, shape)
+            request = _request(draw.fill(scheme), device, dtype, sized)
             if shape.codes:
                 request = replace(request, x_dtype=torch.int8)
-            return _problem(draw, request, shape)
+            return _problem(draw, request, sized)
 
         name = f"conv2d[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
         return Case(name, self.name, str(scheme.blank()), make)

@@ -80,6 +80,7 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("ragged", (6,), 16, 168),
     _Shape("many", (300,), 129, 64),
     _Shape("very-many", (2100,), 40, 32),
+    _Shape("any", (), 0, 0, weights="codes"),
     _Shape("int32-indices", (9,), 20, 64, dtype=torch.int32),
     _Shape("extreme-codes", (9,), 20, 160, weights="codes"),
     _Shape("signed-scales", (9,), 20, 160, weights="signed"),
@@ -89,6 +90,16 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("strided-parts", (4, 3), 20, 160, parts="strided"),
     _Shape("expanded-parts", (4, 3), 20, 160, dtype=torch.int32, parts="expanded"),
 )
+
+
+_MOST = (70, 160, 320)
+"""The largest number of indices, V and D of a shape without sizes, which are drawn: other ones with each seed."""
+
+
+def _drawn(draw: Draw, shape: _Shape) -> _Shape:
+    """The shape with sizes that nobody has chosen."""
+    rows, v, d = draw.sizes(*_MOST)
+    return replace(shape, indices=(rows,), v=v, d=d)
 
 
 class EmbeddingContract(Contract):
@@ -125,9 +136,10 @@ class EmbeddingContract(Contract):
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
-            weight = draw.weight(shape.v, shape.d, scheme.weight, shape.weights, scheme.quantizer)
-            request = self.request_for(scheme, device, dtype, shape.v, shape.d)
-            problem = _problem(draw, request, weight, shape.indices, shape.dtype)
+            sized = shape if shape.v else _drawn(draw, shape)
+            weight = draw.weight(sized.v, sized.d, scheme.weight, shape.weights, scheme.quantizer)
+            request = self.request_for(scheme, device, dtype, sized.v, sized.d)
+            problem = _problem(draw, request, weight, sized.indices, shape.dtype)
             strides = {"dense": "dense", "strided": "rows", "expanded": "expanded"}[shape.parts]
             return laid_out(replace(problem, x=with_strides(problem.x, strides)), shape.parts)
 

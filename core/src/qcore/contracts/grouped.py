@@ -105,6 +105,7 @@ _SHAPES = (
     _Shape("rows-behind", (2, 3), 16, 64, bias="same", behind=3),
     _Shape("k-odd", (3, 1), 8, 77),
     _Shape("n-odd", (2, 5), 13, 64),
+    _Shape("any", (), 0, 0, bias="same", weights="codes"),
     _Shape("strided-columns", (3, 4), 16, 64, strides="columns"),
     _Shape("strided-rows", (3, 4), 16, 64, strides="rows"),
     _Shape("extreme-codes", (3, 4, 1), 20, 160, weights="codes"),
@@ -113,6 +114,17 @@ _SHAPES = (
     _Shape("narrow-scales", (2, 2), 16, 128, weights="narrow"),
     _Shape("half-scales", (2, 2), 16, 128, weights="half"),
 )
+
+
+_MOST = (9, 96, 192)
+"""The most experts, N and K of a shape without sizes, which are drawn: other ones with each seed."""
+_MOST_ROWS = 20
+
+
+def _drawn(draw: Draw, shape: _Shape) -> _Shape:
+    """The shape with sizes that nobody has chosen."""
+    experts, n, k = draw.sizes(*_MOST)
+    return replace(shape, rows=tuple(size - 1 for size in draw.sizes(*[_MOST_ROWS] * experts)), n=n, k=k)
 
 
 class GroupedLinearContract(Contract):
@@ -166,9 +178,10 @@ class GroupedLinearContract(Contract):
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
-            request = self.request_for(draw.fill(scheme), device, dtype, shape.n, shape.k)
-            request = replace(request, experts=len(shape.rows), bias=shape.bias != "none")
-            return _problem(draw, request, shape, scheme.quantizer)
+            sized = shape if shape.n else _drawn(draw, shape)
+            request = self.request_for(draw.fill(scheme), device, dtype, sized.n, sized.k)
+            request = replace(request, experts=len(sized.rows), bias=shape.bias != "none")
+            return _problem(draw, request, sized, scheme.quantizer)
 
         name = f"grouped_linear[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
         return Case(name, self.name, str(scheme.blank()), make)

@@ -44,7 +44,10 @@ def small_k(k: int, weight: Format) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape class: leading dimensions of x, N, K, and what is unusual about the inputs."""
+    """One shape class: leading dimensions of x, N, K, and what is unusual about the inputs.
+
+    Without sizes (N is 0) they are drawn.
+    """
 
     name: str
     lead: tuple[int, ...]
@@ -70,6 +73,10 @@ class Draw:
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
         """Integers in ``low..high``, inclusive."""
         return torch.randint(low, high + 1, shape, generator=self.generator)
+
+    def sizes(self, *most: int) -> list[int]:
+        """A size of at least 1 for each of the largest ones."""
+        return [int(self.whole(1, limit)) for limit in most]
 
     def fill(self, scheme: Scheme) -> Scheme:
         """Give values to the parameters of a static activation or output that has none."""

@@ -74,9 +74,14 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("k-ragged", (4,), 32, 168),
     Shape("k-aligned-16", (4,), 16, 48),
     *(Shape(f"n-{n}", (5,), n, 128) for n in (1, 3, 12, 20, 129)),
+    Shape("any-1", (), 0, 0, bias="same"),
+    Shape("any-2", (), 0, 0, weights="codes"),
+    Shape("any-3", (), 0, 0, bias="float32", strides="columns"),
     Shape("vector", (), 16, 64),
     Shape("batched", (2, 5), 20, 64),
     Shape("batched-4d", (2, 1, 3), 20, 64),
+    Shape("batched-bias", (1, 7), 20, 64, bias="same"),
+    Shape("rows-1-bias", (1,), 32, 256, bias="same"),
     Shape("bias", (3,), 20, 64, bias="same"),
     Shape("bias-float32", (3,), 20, 64, bias="float32"),
     Shape("bias-bfloat16", (3,), 20, 64, bias="bfloat16"),
@@ -104,6 +109,9 @@ _SHAPES: tuple[Shape, ...] = (
 )
 _CODES = Shape("codes", (5,), 20, 64, bias="same", inputs="codes")
 """x arrives as int8 codes of a per-tensor scale."""
+
+_MOST = (70, 160, 320)
+"""The largest M, N and K of a shape without sizes, which are drawn: other ones with each seed."""
 
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
@@ -165,11 +173,11 @@ class LinearContract(Contract):
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: Shape) -> Case:
         def make(generator: torch.Generator, device: torch.device) -> Problem:
             draw = Draw(generator)
-            filled = draw.fill(scheme)
-            request = self.request_for(filled, device, dtype, shape.n, shape.k)
+            filled, sized = draw.fill(scheme), shape if shape.n else _drawn(draw, shape)
+            request = self.request_for(filled, device, dtype, sized.n, sized.k)
             if shape.inputs == "codes":
                 request = replace(request, x_dtype=torch.int8)
-            return draw.linear(replace(request, bias=shape.bias != "none"), shape, filled.quantizer, dtype)
+            return draw.linear(replace(request, bias=shape.bias != "none"), sized, filled.quantizer, dtype)
 
         name = f"linear[{scheme.blank()}-{str(dtype).removeprefix('torch.')}-{shape.name}]"
         return Case(name, self.name, str(scheme.blank()), make)
@@ -194,6 +202,13 @@ class LinearContract(Contract):
         x = draw.activations((rows, request.k), request.x_dtype, "normal", "dense")
         bias = draw.bias(request.n, "same" if request.bias else "none", torch.float32)
         return Problem(request, x, weight, bias, draw.given(request, x))
+
+
+def _drawn(draw: Draw, shape: Shape) -> Shape:
+    """The shape with sizes that nobody has chosen."""
+    m, n, k = draw.sizes(*_MOST)
+    leads = ((m,), (1, m), (m, 1))
+    return replace(shape, lead=leads[draw.sizes(len(leads))[0] - 1], n=n, k=k)
 
 
 def may_be_codes(activation: Activation | None) -> bool:
