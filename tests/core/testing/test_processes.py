@@ -9,6 +9,7 @@ import pytest
 
 from qcore import testing
 from qcore.errors import ConformanceError
+from qcore.runtime import disk_cache
 
 PLUGIN = """
 import ctypes, os, signal, time
@@ -44,6 +45,7 @@ AT_IMPORT
 FATES = {
     "faults": ("ctypes.string_at(0)", "killed by SIGSEGV"),
     "exits cleanly": ("os._exit(0)", "exited with status 0"),
+    "is interrupted": ("raise KeyboardInterrupt", "KeyboardInterrupt was raised in it"),
     "hangs": ("time.sleep(600)", "did not return in time (the limit is 6 seconds)"),
 }
 LINEAR = ["--scheme", "w8a16", "--contract", "linear", "--seed", "1"]
@@ -91,6 +93,22 @@ def test_two_processes_share_what_is_left(kit):
     assert done.returncode == 1
     assert "linear[w8a16-float32-k-5]" in failed
     assert {one["outcome"] for one in certificate["cases"]} == {"passed", "failed"}
+
+
+DECISION = [*LINEAR, "--select", "decision[linear-w8a16]"]
+
+
+def test_a_step_that_is_cut_off_leaves_no_mark(kit):
+    """A limit of the kit's has ended the process, and not the verification that ran in the step."""
+    done, certificate = kit("time.sleep(600)", *DECISION, "--step-seconds", "6")
+    (law,) = [one for one in certificate["laws"] if one["law"] == "decision"]
+    assert "did not return in time" in law["reason"], done.stderr
+    assert not disk_cache.left_over_marks()
+
+
+def test_a_step_that_ends_its_process_in_verification_stays_known(kit):
+    kit("os.abort()", *DECISION)
+    assert [mark["plugin"] for mark in disk_cache.left_over_marks()] == ["deadly"]
 
 
 FORKS = """if x.shape[1] == 5:

@@ -273,6 +273,13 @@ def clear_own_marks() -> None:
         clear_mark(key)
 
 
+def clear_marks_of(pid: int) -> None:
+    """Remove every mark of a process that was killed from outside; marks of hung steps remain."""
+    for mark in records(_MARKS):
+        if mark.get("pid") == pid and not mark.get("hung"):
+            remove(_MARKS, mark["key"])
+
+
 def crashed(key: str) -> bool:
     """Whether an earlier process died inside ``crash_mark(key)``, or its step was interrupted."""
     mark = read(_MARKS, key)

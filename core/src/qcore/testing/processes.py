@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..errors import ConformanceError, QcoreError
+from ..runtime import disk_cache
 from .certificate import Certificate
 from .kit import Kit
 from .results import Outcome, Result
@@ -36,6 +38,8 @@ _LOADED, _BEGUN, _DONE, _IDLE, _CERTIFIED, _RAISED = range(6)
 """What a process tells."""
 _GONE = (EOFError, OSError)
 """What reading from and writing to a process that has ended raises."""
+_INTERRUPTED = 130
+"""The status of a process that a KeyboardInterrupt has ended, as in shells."""
 
 
 @dataclass
@@ -76,6 +80,8 @@ class _Worker:
         code = self.process.exitcode
         if self.slow:
             return "it did not return in time"
+        if code == _INTERRUPTED:
+            return "KeyboardInterrupt was raised in it"
         if code >= 0:
             return f"it exited with status {code}"
         with contextlib.suppress(ValueError):
@@ -87,9 +93,16 @@ class _Worker:
         with contextlib.suppress(OSError):
             self.pipe.send(None)
         self.process.join(0 if self.busy else 10)
-        self.process.kill()
+        self.kill()
         self.process.join()
         self.pipe.close()
+
+    def kill(self) -> None:
+        """Kill the process; its marks would say that its kernel has ended it, which is then used nowhere."""
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            disk_cache.clear_marks_of(self.process.pid)
 
 
 class Supervisor:
@@ -166,7 +179,7 @@ class Supervisor:
                 self._bury(worker)
             elif time.monotonic() - worker.since > self._limit(worker):
                 worker.slow = True
-                worker.process.kill()
+                worker.kill()
 
     def _limit(self, worker: _Worker) -> float:
         """Seconds that a step may last, or loading."""
@@ -240,7 +253,9 @@ def _work(pipe: Connection, arguments: Arguments, deadline: float) -> None:
     """Run steps in this process, as it is told."""
     try:
         _serve(pipe, arguments, deadline)
-    except (KeyboardInterrupt, *_GONE):  # the process that asked has its own message
+    except KeyboardInterrupt:  # by the user, who has interrupted the process that asked as well, or by a kernel
+        sys.exit(_INTERRUPTED)
+    except _GONE:  # the process that asked has its own message
         pass
     except BaseException as error:  # noqa: BLE001 - raised again where the run was asked for
         with contextlib.suppress(OSError):
