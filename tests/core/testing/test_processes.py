@@ -106,7 +106,7 @@ def test_a_step_that_is_cut_off_leaves_no_mark(kit):
     assert not disk_cache.left_over_marks()
 
 
-def test_a_step_that_ends_its_process_in_verification_stays_known(kit):
+def test_verification_that_ends_its_process_leaves_a_mark(kit):
     kit("os.abort()", *DECISION)
     assert [mark["plugin"] for mark in disk_cache.left_over_marks()] == ["deadly"]
 

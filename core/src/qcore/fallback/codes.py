@@ -12,14 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from ..weights.activations import INT8_MAX, INT8_MIN, DynamicInt8, Int8Activation, dynamic_parameters
+from ..weights.activations import INT8_MAX, INT8_MIN, DynamicInt8, Int8Activation, dynamic_parameters, smallest_scale
 from .integer import Parameter, RuntimeParams, parameters
 from .onednn import OFFSET
 
-_SMALLEST = torch.finfo(torch.float32).smallest_normal
 _LARGE = 2.0**96
 """If no value of a row exceeds this, the row's sum stays finite in float32."""
-_ROUND_BYTE = 1.5 * 2.0**23 + OFFSET
+_ROUND_BYTE = 3 * 2**22 + OFFSET  # an integer: see `smallest_scale`
 
 
 def quantized(
@@ -56,7 +55,7 @@ def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x with a symmetric scale per token: uint8 codes (offset 128) ``(M, K)`` and the scale ``(M, 1)``."""
     values = x.float()
     # A row of zeros gives zeros for any scale; NaN propagates, and an infinity becomes NaN, as its sign would be lost.
-    scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(_SMALLEST)
+    scale = values.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_min_(smallest_scale())
     scale = scale + (scale - scale)
     inverse = scale.reciprocal()
     return unsigned(values * inverse if values is x else values.mul_(inverse)), scale
@@ -65,7 +64,7 @@ def symmetric_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 def symmetric_token(x: Tensor) -> tuple[Tensor, float]:
     """`symmetric_tokens` for a single row; a Python float as the scale saves several small ops."""
     values = x.float()
-    scale = max(float(values.abs().amax()) / INT8_MAX, _SMALLEST)  # max() returns its first argument for NaN
+    scale = max(float(values.abs().amax()) / INT8_MAX, smallest_scale())  # max() returns its first argument for NaN
     scale += scale - scale  # NaN for an infinity
     return unsigned(values / scale), scale
 

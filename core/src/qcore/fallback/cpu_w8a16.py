@@ -32,6 +32,7 @@ from .weights import WeightReader
 
 _SMALL = 16
 """A weight is small if it is below 1/16 of its row's mean."""
+_PARTS = 1 << 20
 _LIFT = 2.0**64
 """Factor for residuals of x that are close to the smallest float32."""
 
@@ -45,8 +46,14 @@ class CpuFloatActivations(CpuInt8):
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("torch.cpu.w8a16", request)
         self.digits = 3 if request.x_dtype == torch.bfloat16 else 4
-        self._limit = _SMALL * self.k * _required_sum(request.x_dtype, self.k, 8 * self.digits - 2)
+        limit = _SMALL * self.k * _required_sum(request.x_dtype, self.k, 8 * self.digits - 2)
+        self._limit_parts = math.ceil(limit * _PARTS)  # an integer: see `smallest_scale`
         self._traced_float = op(float_product, _fake)  # registered here: a trace cannot register ops
+
+    @property
+    def _limit(self) -> float:
+        """What the sum of a row must reach; see `_terms`."""
+        return self._limit_parts / _PARTS
 
     @property
     def packing(self) -> str:

@@ -153,6 +153,7 @@ def call_differentiably(
     if torch.compiler.is_compiling():
         if in_forward_mode():
             return _straight_through(x, bias, kernel, packed, request, runtime_params)
+        _read_numbers(request)
         apply, guarded = _Frozen.apply, _describe(request.weight)
     elif is_transformed():
         apply = _Transformed.apply
@@ -160,6 +161,16 @@ def call_differentiably(
     else:
         apply, guarded = _Frozen.apply, ""
     return apply(x, bias, kernel, packed, request, runtime_params, guarded)  # type: ignore[no-any-return]
+
+
+def _read_numbers(request: Request) -> None:
+    """Read the floats of static activations where dynamo makes them inputs of the whole graph; see `smallest_scale`.
+
+    Dynamo reads what is computed with.
+    """
+    for name in ("activation", "output"):
+        scale = getattr(getattr(request, name, None), "scale", None)
+        _ = None if scale is None else scale * 1.0
 
 
 def _describe(format: Format) -> str:

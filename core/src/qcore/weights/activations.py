@@ -19,9 +19,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 INT8_MIN, INT8_MAX = -128, 127
-FP8_MAX = 448.0
+FP8_MAX = 448
 """The largest value of e4m3fn."""
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def smallest_scale() -> float:
+    """The smallest normal number of float32.
+
+    A function, and `FP8_MAX` an integer: dynamo makes a variable float an input of the graph, also a float of a module,
+    and loses it where two autograd functions in one graph read it.
+    """
+    return 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class DynamicInt8:
 
 def _usable_number(kind: str, scale: float) -> float:
     scale = float(scale)
-    if not _SMALLEST <= scale <= _LARGEST:
+    if not smallest_scale() <= scale <= _LARGEST:
         raise FormatError(f"{kind}: scale is {scale!r}; it must be positive and finite in float32.")
     return scale
 
@@ -165,7 +174,7 @@ def dynamic_parameters(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
 
 def _usable(scale: Tensor) -> Tensor:
     # NaN passes through all: a token that holds NaN must give NaN, not a number. One with an infinity had any sign.
-    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST)) + (scale - scale)
+    return torch.where(scale == 0, 1.0, scale.clamp_min(smallest_scale())) + (scale - scale)
 
 
 def quantize_int8(x: Tensor, scale: Tensor | float, zero_point: Tensor | float | None) -> Tensor:
@@ -184,7 +193,7 @@ def static_from_range(low: float, high: float) -> tuple[float, int]:
     low, high = min(low, 0.0), max(high, 0.0)
     if not high - low <= _LARGEST:
         raise FormatError(f"the range {low}..{high} is not finite; activations with NaN or Inf have no scale.")
-    scale = max((high - low) / (INT8_MAX - INT8_MIN), _SMALLEST) if high > low else 1.0
+    scale = max((high - low) / (INT8_MAX - INT8_MIN), smallest_scale()) if high > low else 1.0
     return scale, max(INT8_MIN, min(INT8_MAX, round(INT8_MIN - low / scale)))
 
 
@@ -202,7 +211,7 @@ def fp8_scale(activation: FP8Activation, x: Tensor) -> Tensor:
 
 def _fp8_usable(largest: Tensor) -> Tensor:
     scale = largest.float() / FP8_MAX
-    return torch.where(scale == 0, 1.0, scale.clamp_min(_SMALLEST))
+    return torch.where(scale == 0, 1.0, scale.clamp_min(smallest_scale()))
 
 
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -215,4 +224,4 @@ def fp8_static_from_range(low: float, high: float) -> float:
     largest = max(abs(low), abs(high))
     if not largest <= _LARGEST:
         raise FormatError(f"the range {low}..{high} is not finite; activations with NaN or Inf have no scale.")
-    return max(largest / FP8_MAX, _SMALLEST) if largest else 1.0
+    return max(largest / FP8_MAX, smallest_scale()) if largest else 1.0
