@@ -6,6 +6,10 @@ from importlib import metadata
 from types import ModuleType
 
 import pytest
+import torch
+
+import qcore
+from qcore.runtime import companions
 
 
 @pytest.fixture
@@ -38,3 +42,15 @@ def test_another_import_that_fails_is_not_about_transformers(fresh, monkeypatch)
     monkeypatch.setitem(sys.modules, "qcore.hf.config", None)
     with pytest.raises(ImportError, match=r"qcore\.hf\.config"):
         importlib.import_module("qcore.hf")
+
+
+def test_a_version_that_cannot_save_quantized_layers_is_told(fresh, monkeypatch):
+    """Its save_pretrained would write no records, and its from_pretrained random weights; one warning is enough."""
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", ModuleType("transformers.modeling_utils"))
+    monkeypatch.setitem(companions._waiting, "transformers.modeling_utils", qcore._join_transformers)
+    monkeypatch.setattr(metadata, "version", lambda _name: "5.17.0")
+    layer = torch.nn.Linear(8, 8)
+    with pytest.warns(qcore.QcoreWarning, match=r"(?s)use qcore\.save: .* transformers 5\.17\.0 is installed"):
+        qcore.nn.QuantizedLinear.from_float(layer, "w8a16")
+    qcore.nn.QuantizedLinear.from_float(layer, "w8a16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+from warnings import warn as _warn
 
 import torch as _torch
 
@@ -42,6 +43,7 @@ from .model import Report, fuse_, quantize_, report
 from .resolving.decision import Decision
 from .resolving.explaining import explain
 from .resolving.resolver import resolve
+from .runtime import companions as _companions
 from .runtime import progress as _progress
 from .runtime.settings import configure, using
 from .weights.activations import DynamicFP8, DynamicInt8, OutputInt8, StaticFP8, StaticInt8
@@ -138,6 +140,19 @@ def _bar(title: str, unit: str, forced: bool) -> _Any:
 
 
 _progress.install_bar(_bar)
+
+
+def _join_transformers() -> None:
+    # Else save_pretrained of a model that quantize_ has changed would write tensors without their records.
+    from importlib import import_module
+
+    try:
+        import_module(".hf", __name__)
+    except ImportError as error:
+        _warn(f"save_pretrained cannot save quantized layers; use qcore.save: {error}", QcoreWarning, stacklevel=2)
+
+
+_companions.when_imported("transformers.modeling_utils", _join_transformers)
 
 # Lets torch.load(weights_only=True) unpickle a QTensor and its fields.
 _torch.serialization.add_safe_globals([QTensor, Format, ScaleType, ZeroPoint, _find_layout, _torch.Size])

@@ -19,6 +19,7 @@ from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..runtime import progress as progress_bars
+from ..runtime.companions import changed
 from ..runtime.progress import Progress, ProgressChoice
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
@@ -83,7 +84,9 @@ def load_(
             loader = _Loader(model, archive, found, lambda _: own)
             with progress_bars.shown(progress, "loading", "tensors") as tell:
                 loader.prepare(tell)
-        return loader.commit()
+        report = loader.commit()
+        changed(model)
+        return report
 
 
 def _dense_reasons(found: Match) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 `compile_config` lets ``generate`` run its steps on a graph backend.
 
-Importing this module registers the quantization method ``"qcore"`` with transformers 5. May import: everything below
-the command line. Imported by: no package. Users import it.
+Importing this module registers the quantization method ``"qcore"`` with transformers 5, and lets ``save_pretrained``
+write quantized layers; the first quantized layer of a program that has imported transformers imports it. May import:
+everything below the command line. Imported by: `qcore`, in that case. Users import it.
 
 ```python
 import qcore.hf
@@ -22,6 +23,7 @@ try:
     from .config import QcoreConfig
     from .generation import compile_config
     from .quantizer import QcoreQuantizer, adopt
+    from .saving import install
 except ImportError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
@@ -34,3 +36,5 @@ except ImportError as error:
     ) from error
 
 __all__ = ["QcoreConfig", "QcoreQuantizer", "adopt", "compile_config"]
+
+install()

@@ -30,3 +30,10 @@ def keep_place(model: nn.Module) -> None:
     if first is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
         weight = first.weight
         model.add_module("qcore_place", Place(weight.device, weight.dtype))
+
+
+def forget_place(model: nn.Module) -> None:
+    """Undo `keep_place` in all parts of a model, once they have float parameters of their own."""
+    for part in list(model.modules()):
+        if "qcore_place" in part._modules:  # noqa: SLF001 - torch's table
+            del part.qcore_place

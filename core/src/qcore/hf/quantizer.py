@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -36,8 +37,10 @@ from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mea
 from ..model.streamed import StreamedPlan
 from ..nn.base import QuantizedModule
 from ..nn.experts import expert_weights
+from ..nn.neutral import NeutralLinear
 from ..weights.schemes import Scheme
 from .config import METHOD, ForeignConfig, QcoreConfig
+from .dequantizing import dequantize_
 from .placing import keep_place
 from .resizing import make_resizable
 from .tensor_parallel import TensorParallel, check_whole
@@ -135,20 +138,48 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         self._loading = None
         # Saving would undo the renames of this load; qcore saves the model's own names.
         model._weight_conversions = []
-        layers = _described(model)
-        config = self.quantization_config
-        kept = config if isinstance(config, QcoreConfig) else QcoreConfig()
-        kept.layers = layers
-        self.quantization_config = model.config.quantization_config = kept
+        if not isinstance(self.quantization_config, QcoreConfig):  # that of another tool
+            self.quantization_config = QcoreConfig()
+        self._describe(model)
         model.quantization_method = METHOD
         make_resizable(model)
         keep_place(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The content of ``save_pretrained``: the neutral tensors, and the records that `qcore.load_` reads."""
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """The content of ``save_pretrained``: the neutral tensors, and the records that `qcore.load_` reads.
+
+        None and no records, which stand for the model's own state dict, if no quantized tensor will be written.
+        ``config.json``, which transformers writes next, describes the layers as they are now.
+        """
         check_whole(model)
+        if getattr(model, "_hf_peft_config_loaded", False):  # only the adapter is saved
+            return None, {}
+        if not self._describe(model):
+            return None, {}
+        keep_place(model)
+        model._weight_conversions = []  # as after loading
         return described_state(model, guarded=True)
+
+    def _describe(self, model: Any) -> bool:
+        """Describe all quantized layers in the model's configuration, and only there; returns whether there are any."""
+        layers = _described(model)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):  # one that was saved by itself, or is no longer quantized
+                vars(part.config).pop("quantization_config", None)
+        if layers:
+            self.quantization_config.layers = layers
+            model.config.quantization_config = self.quantization_config
+        return bool(layers)
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Make ``model`` a float model in place; ``dtype``: default the dtype that its layers compute in."""
+        dequantize_(model, dtype)
+        self.remove_quantization_config(model)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                vars(part.config).pop("_is_quantized", None)
+        return model
 
     def is_serializable(self) -> bool:
         """Always."""
@@ -174,11 +205,14 @@ def _folder(files: list[str] | None) -> Path:
 
 def _described(model: nn.Module) -> dict[str, dict[str, str]]:
     """Format, scheme and dtype of scales of every quantized layer, for ``config.json``."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
-    return {
-        name: layer_settings(module.weight.format, module.scheme, module.weight.scale.dtype)
-        for name, module in layers.items()
-    }
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            weight = module.weight
+            found[name] = layer_settings(weight.format, module.scheme, weight.scale.dtype)
+        elif isinstance(module, NeutralLinear):
+            found[name] = layer_settings(module.weight.format, module.scheme, module.weight.dtypes["scale"])
+    return found
 
 
 class _Loading:

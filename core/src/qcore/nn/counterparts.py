@@ -172,7 +172,10 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
-    return QuantizedLinear(store, scheme, module._parameters["bias"], dtype)
+    made = QuantizedLinear(store, scheme, module._parameters["bias"], dtype)
+    if is_transposed_linear(module) or (isinstance(module, QuantizedLinear) and module.is_transposed):
+        made.is_transposed = True
+    return made
 
 
 def _grouped_linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:

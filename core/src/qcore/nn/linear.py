@@ -27,6 +27,9 @@ class QuantizedLinear(QuantizedModule):
     scheme with ``-o8``). Create a layer with `from_float` or `from_qtensor`.
     """
 
+    is_transposed = False
+    """Whether the float layer is transformers' Conv1D, whose weight is (K, N)."""
+
     def __init__(self, store: WeightStore, scheme: Scheme, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = store.shape
         super().__init__(store, scheme, bias, dtype)

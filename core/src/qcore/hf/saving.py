@@ -1,0 +1,47 @@
+"""``save_pretrained`` and ``dequantize`` of models that hold quantized layers, however these came into the model.
+
+transformers asks a model's ``hf_quantizer`` for what it saves. ``from_pretrained`` sets that attribute;
+`qcore.quantize_`, `qcore.load_`, a copy, a pickle, or layers exchanged by hand do not, and may see a part of the model
+only. So the layers decide: as long as a model holds one, its class answers for the attribute. Nothing else of the model
+changes: transformers forbids ``half()``, ``float()`` and full fine-tuning where ``is_quantized`` is set, and qcore's
+layers allow them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..nn.base import QuantizedModule
+from ..nn.neutral import NeutralLinear
+from ..runtime.companions import follow
+from .config import QcoreConfig
+from .placing import keep_place
+from .quantizer import QcoreQuantizer
+
+_NAME = "hf_quantizer"
+
+
+class _OfLayers:
+    """The attribute ``hf_quantizer`` of a model without one of its own: present while there are quantized layers."""
+
+    def __get__(self, model: Any, kind: type | None = None) -> QcoreQuantizer:
+        modules = () if model is None else model.modules()
+        if not any(isinstance(module, (QuantizedModule, NeutralLinear)) for module in modules):
+            raise AttributeError(_NAME)
+        return QcoreQuantizer(QcoreConfig())
+
+
+def install() -> None:
+    """Let every model of transformers find out whether it holds quantized layers."""
+    if not hasattr(PreTrainedModel, _NAME) and _NAME not in vars(PreTrainedModel):
+        setattr(PreTrainedModel, _NAME, _OfLayers())
+        follow(_keep_places)
+
+
+def _keep_places(model: nn.Module) -> None:
+    for part in list(model.modules()):
+        if isinstance(part, PreTrainedModel):
+            keep_place(part)
