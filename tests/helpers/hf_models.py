@@ -18,6 +18,11 @@ EXPERTS = {
 GPT2 = {"vocab_size": 128, "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
 IMAGES = {**{name: size for name, size in SIZES.items() if name != "vocab_size"}, "image_size": 32, "patch_size": 8}
 T5 = {"vocab_size": 128, "d_model": 128, "d_kv": 32, "d_ff": 192, "num_layers": 2, "num_heads": 4}
+SEQ2SEQ = {
+    "vocab_size": 128, "d_model": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 192, "decoder_ffn_dim": 192, "scale_embedding": True,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 KINDS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
     "tied-llama": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "tie_word_embeddings": True}),
@@ -28,6 +33,8 @@ KINDS = {
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", EXPERTS),
     "bert": ("BertForMaskedLM", "BertConfig", SIZES),
     "vit": ("ViTForImageClassification", "ViTConfig", IMAGES),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),
+    "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
 """Name to the class of the model, that of its configuration, and its settings."""

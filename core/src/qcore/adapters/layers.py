@@ -19,6 +19,7 @@ from ..nn.base import QuantizedModule
 from ..nn.conv2d import QuantizedConv2d
 from ..nn.embedding import QuantizedEmbedding
 from ..nn.linear import QuantizedLinear
+from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from .dora import DoraVariant
 from .merging import Unmerged, Update
 
@@ -191,6 +192,7 @@ class LoraConv2d(_OverQuantized, lora.Conv2d):
 ADAPTED: dict[type[nn.Module], Any] = {
     QuantizedLinear: LoraLinear,
     QuantizedEmbedding: LoraEmbedding,
+    QuantizedScaledEmbedding: LoraEmbedding,
     QuantizedConv2d: LoraConv2d,
 }
 """Class of a quantized layer to the LoRA layer over it."""

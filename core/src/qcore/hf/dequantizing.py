@@ -16,6 +16,7 @@ from ..nn import QuantizedConv2d, QuantizedEmbedding, QuantizedLinear
 from ..nn.base import QuantizedModule, adopt
 from ..nn.experts import QuantizedExperts
 from ..nn.neutral import NeutralLinear
+from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from .placing import forget_place
 
 _KINDS = (QuantizedModule, QuantizedExperts, NeutralLinear)
@@ -99,6 +100,8 @@ def _linear(layer: Any) -> Any:
 
 
 def _embedding(layer: Any) -> Any:
+    if isinstance(layer, QuantizedScaledEmbedding):
+        return layer.empty_float()
     return nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
 
 

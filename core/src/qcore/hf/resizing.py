@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..formats import PLAIN
 from ..nn import QuantizedEmbedding, QuantizedLinear
 from ..nn.base import QuantizedModule, adopt
+from ..nn.counterparts import rebuild
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from ..weights.quantizers import quantize
@@ -73,8 +74,8 @@ def _resized_embeddings(
     store = _resized(old_embeddings, wanted, grown)
     padding = old_embeddings.padding_idx
     padding = padding if padding is None or padding < wanted else None
-    made = QuantizedEmbedding(store, old_embeddings.scheme, old_embeddings._dtype, padding)
-    adopt(made, old_embeddings)
+    made: Any = rebuild(old_embeddings, store, old_embeddings.scheme)
+    made.padding_idx = padding
     return made
 
 

@@ -24,6 +24,7 @@ from ..nn.base import QuantizedModule, adopt_hooks
 from ..nn.embedding import QuantizedEmbedding
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
+from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from ..parallel.cutting import Cut
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear, column_arguments
 from ..parallel.plans import plan_for, structures
@@ -143,11 +144,12 @@ class TensorParallel:
         self.model._tp_plan = {**self.model._tp_plan, **self.rules}
 
     def _fits(self, name: str, cut: Cut) -> bool:
-        """Whether a layer is of the kind that a cut is for, and can be cut: not if it is tied."""
+        """Whether a layer is of the kind that a cut is for, and can be cut: not if it is tied or scaled."""
         module = self.model.get_submodule(name)
         kinds: dict[str, Any] = {"vocab": QuantizedEmbedding, "tensor": QuantizedExperts, "expert": QuantizedExperts}
         tied = isinstance(module, QuantizedModule) and len(module._store.users) > 1
-        return isinstance(module, kinds.get(cut.kind, (QuantizedLinear, nn.Linear))) and not tied
+        whole = tied or isinstance(module, QuantizedScaledEmbedding)
+        return isinstance(module, kinds.get(cut.kind, (QuantizedLinear, nn.Linear))) and not whole
 
 
 def check_whole(model: nn.Module) -> None:

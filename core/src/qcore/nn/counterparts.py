@@ -26,6 +26,7 @@ from .experts import QuantizedExperts, expert_weights, why_not_experts
 from .geometry import Geometry
 from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
+from .scaled_embedding import QuantizedScaledEmbedding, is_scaled_embedding
 
 # ruff: noqa: SLF001 - reads private attributes of the quantized modules and torch's parameter tables
 
@@ -46,7 +47,8 @@ def quantized(
     if is_transposed_linear(module):
         weight = quantize_transposed(module.get_parameter("weight"), scheme, name, moments)
         return rebuild(module, WeightStore(weight), scheme)
-    made: QuantizedModule = COUNTERPARTS[float_base(module)].from_float(module, scheme, name=name, moments=moments)
+    kind: Any = QuantizedScaledEmbedding if is_scaled_embedding(module) else COUNTERPARTS[float_base(module)]
+    made: QuantizedModule = kind.from_float(module, scheme, name=name, moments=moments)
     return made
 
 
@@ -82,7 +84,8 @@ def why_unsupported(module: nn.Module) -> str:
         return f"qcore does not support {kind}; it quantizes Linear, Conv2d, Embedding and fused experts"
     if is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
-    if type(module).forward is not base.forward or "forward" in vars(module):
+    own_forward = type(module).forward is not base.forward or "forward" in vars(module)
+    if own_forward and not is_scaled_embedding(module):
         return f"{kind} overrides the forward of {base.__name__}, which its quantized counterpart would not run"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "an embedding with max_norm rewrites its table while it runs"
@@ -186,6 +189,8 @@ def _grouped_linear(module: nn.Module, store: WeightStore, scheme: Scheme, dtype
 
 def _embedding(module: nn.Module, store: WeightStore, scheme: Scheme, dtype: torch.dtype) -> QuantizedModule:
     assert isinstance(module, (nn.Embedding, QuantizedEmbedding))
+    if isinstance(module, QuantizedScaledEmbedding) or is_scaled_embedding(module):
+        return QuantizedScaledEmbedding(store, scheme, dtype, module.padding_idx).scaled_like(module)
     return QuantizedEmbedding(store, scheme, dtype, module.padding_idx)
 
 

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..formats.bits import has_values
 from ..nn.base import adopt
 from ..nn.embedding import QuantizedEmbedding
+from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from ..resolving.binding import WeightStore
 from .cutting import Share, cut_rows, shares
 from .ranks import Ranks
@@ -36,6 +37,8 @@ class VocabParallelEmbedding(QuantizedEmbedding):
         """Cut a whole `QuantizedEmbedding`, which is left unchanged; arguments as for `ColumnParallelLinear`."""
         if isinstance(layer, cls) or len(layer._store.users) > 1:
             raise UnsupportedError("the embedding is cut already, or shares its table with a layer: leave it whole.")
+        if isinstance(layer, QuantizedScaledEmbedding):
+            raise UnsupportedError("the embedding multiplies its rows by a number: leave it whole.")
         ranks = ranks or Ranks(group)
         share = shares(layer.num_embeddings, ranks.size, unit, what="rows")[ranks.rank]
         made = cls.__new__(cls)

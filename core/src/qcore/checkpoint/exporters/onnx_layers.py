@@ -12,6 +12,7 @@ from ...formats import ZeroPoint
 from ...nn import QuantizedConv2d, QuantizedEmbedding, QuantizedExperts, QuantizedGroupedLinear, QuantizedLinear
 from ...nn.base import QuantizedModule
 from ...nn.geometry import pad
+from ...nn.scaled_embedding import QuantizedScaledEmbedding
 from ...weights.activations import (
     Activation,
     DynamicFP8,
@@ -106,15 +107,16 @@ class ONNXIntegerLinear(nn.Module):
 
 
 class ONNXEmbedding(nn.Module):
-    """Replaces a `QuantizedEmbedding`."""
+    """Replaces a `QuantizedEmbedding`; ``factor``: of rows that are multiplied by a number."""
 
-    def __init__(self, weight: ONNXWeight) -> None:
+    def __init__(self, weight: ONNXWeight, factor: float | None = None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.factor = weight, factor
 
     def forward(self, indices: Tensor) -> Tensor:
         """Rows ``(*indices.shape, K)``."""
-        return self.weight.rows(indices.long())
+        rows = self.weight.rows(indices.long())
+        return rows if self.factor is None else rows * self.factor
 
 
 class ONNXConv2d(nn.Module):
@@ -186,8 +188,9 @@ def _replacement(module: nn.Module, shared: dict[object, ONNXWeight], standard: 
         if ONNXIntegerLinear.holds(module):
             return ONNXIntegerLinear(module)
         return ONNXLinear(module, _weight_of(module, shared, standard=standard))
-    if type(module) is QuantizedEmbedding:
-        return ONNXEmbedding(_weight_of(module, shared, standard=standard))
+    if type(module) in (QuantizedEmbedding, QuantizedScaledEmbedding):
+        factor = module.factor(torch.float32) if isinstance(module, QuantizedScaledEmbedding) else None
+        return ONNXEmbedding(_weight_of(module, shared, standard=standard), factor)
     if type(module) is QuantizedConv2d:
         if not _has_own_scales(module):
             return ONNXConv2d(module, DequantizedWeight(module.weight, unsigned_codes=_is_static(module)))
@@ -202,7 +205,7 @@ def _weight_of(module: QuantizedModule, shared: dict[object, ONNXWeight], *, sta
     static = _is_static(module)
     key = (id(module._store), standard, static)  # noqa: SLF001
     if key not in shared:
-        rows = any(type(user) is QuantizedEmbedding for user in module._store.users)  # noqa: SLF001
+        rows = any(isinstance(user, QuantizedEmbedding) for user in module._store.users)  # noqa: SLF001
         shared[key] = onnx_weight(module.weight, standard=standard, rows=rows, unsigned_codes=static)
     return shared[key]
 
