@@ -134,6 +134,47 @@ class TestSaving:
         assert torch.equal(outputs(found), outputs(model))
 
 
+class TestCommandLine:
+    """`qcore quantize` decides like `qcore.quantize_`: the layers, and to the bit what they compute."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_quantizes_what_quantize_does(self, kind, tmp_path):
+        model = loaded_float(kind, tmp_path / "float")
+        qcore.quantize_(model, "w4a16-g32")
+        qcore.checkpoint.quantize_checkpoint(tmp_path / "float", tmp_path / "own", "w4a16-g32")
+        found, about = type(model).from_pretrained(tmp_path / "own", output_loading_info=True)
+        assert not any(about.values()), about
+        assert layers_of(found) == layers_of(model)
+        assert torch.equal(outputs(found), outputs(model))
+
+    @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "gpt-oss"])
+    def test_experts_in_one_tensor(self, kind, tmp_path):
+        model = built(kind)
+        model.save_pretrained(tmp_path / "float", save_original_format=False)
+        rows = qcore.checkpoint.quantize_checkpoint(
+            tmp_path / "float", tmp_path / "own", "w8a16", max_shard_size="90KB"
+        )
+        qcore.quantize_(model, "w8a16")
+        found = {row.name: row for row in rows}
+        assert found["model.layers.0.mlp.experts.down_proj"].action == "quantized"
+        routers = [row for row in rows if row.reason.startswith("it routes tokens")]
+        assert len(routers) == 2
+        loaded, about = type(model).from_pretrained(tmp_path / "own", output_loading_info=True)
+        assert not any(about.values()), about
+        assert layers_of(loaded) == layers_of(model)
+        assert torch.equal(outputs(loaded), outputs(model))
+        fresh = built(kind)
+        qcore.load_(fresh, tmp_path / "own")
+        assert torch.equal(outputs(fresh), outputs(model))
+
+
+def layers_of(model):
+    """The names of quantized layers, and their schemes."""
+    kinds = tuple(getattr(qcore.nn, name) for name in ("QuantizedLinear", "QuantizedConv2d", "QuantizedEmbedding"))
+    kinds += (qcore.nn.QuantizedGroupedLinear,)
+    return {name: str(module.scheme) for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 class TestStaysAsItWas:
     """transformers forbids several things for models that it takes for quantized; qcore's layers allow them."""
 

@@ -90,7 +90,8 @@ class Archive:
         if index is not None:
             self._check_index(index)
         # Because of these empty tensors, transformers without qcore does not treat the quantized weights as missing.
-        guards = [name for name in (*self.records, IMPORT_FIRST) if name in self.entries]
+        parameters = (record.parameter for record in self.records.values())
+        guards = [name for name in (*self.records, *parameters, IMPORT_FIRST) if name in self.entries]
         self.guards = {name for name in guards if self.entries[name].shape == (0,)}
         known: set[object] = set()
         for record in self.records.values():

@@ -74,6 +74,11 @@ class Record:
         return tuple(f"{self.name}.{part}" for part in tensor_parts(self.format, self.order))
 
     @property
+    def parameter(self) -> str:
+        """The name of the float weight: that of experts is the parameter itself."""
+        return self.name.removesuffix(".weight") if len(self.shape) == 3 else self.name
+
+    @property
     def other_names(self) -> tuple[str, ...]:
         """Names that would belong to the weight if it were float or in another format; a file must not hold them."""
         parts = tensor_parts(self.format, self.order)

@@ -5,6 +5,7 @@ All sizes follow from shapes alone, so the shards are planned and their headers 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -21,7 +22,8 @@ from torch import Tensor
 from ..errors import CheckpointError, FormatError, QcoreWarning, did_you_mean
 from ..formats import FLOAT_SCALES
 from ..model.report import EXCLUDED, QUANTIZED, REFUSED, Skipped
-from ..model.selection import Patterns, as_patterns, matches
+from ..model.selection import Choice, Patterns, Selection, matches
+from ..nn.grouped_linear import quantize_experts
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.parts import parts
 from ..weights.qtensor import QTensor
@@ -35,12 +37,12 @@ from .model_config import CONFIG, model_config, settings_for, write_config
 from .opening import imported
 from .records import Record
 from .staging import save_id_of
+from .stored_experts import StoredExperts, stored_experts
 from .values import rounded
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 COPIED = "copied"
 
-_EXPERTS, _ROUTERS = ".experts.", ("gate", "router")
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WEIGHT_FILES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".pkl"),
@@ -94,9 +96,10 @@ def quantize_checkpoint(
     """Quantize a float safetensors file or sharded directory into another one, one tensor in memory at a time.
 
     Every floating-point ``*.weight`` with two dimensions (linear layers, embeddings, ``lm_head``) or four
-    (convolutions) is quantized, but for routers of experts that no pattern except ``*`` names. Biases, norms and all
-    other tensors are copied, and so are the other files of the directory (configuration, tokenizer). The classes of the
-    model's layers are unknown here: `load_` dequantizes weights that no layer can use quantized.
+    (convolutions) is quantized, and so are fused experts. As by `quantize_`, routers of experts and tables of positions
+    (``embed_positions``) stay float unless a pattern other than ``*`` names them. Biases, norms and all other tensors
+    are copied, and so are the other files of the directory (configuration, tokenizer). The classes of the model's
+    layers are unknown here: `load_` dequantizes weights that no layer can use quantized.
 
     **Arguments:**
 
@@ -112,7 +115,7 @@ def quantize_checkpoint(
     Returns a report of every tensor. Raises `CheckpointError`, also for a weight with NaN or Inf, naming it; in that
     case nothing is left behind.
     """
-    plan = _CheckpointPlan(scheme, as_patterns(include), as_patterns(exclude) or (), dtype)
+    selection = Selection.of(scheme, include, exclude)
     source, target = Path(source), Path(os.path.realpath(target))
     limit = shard_limit(max_shard_size)
     with translate_os_errors(target):
@@ -120,9 +123,12 @@ def quantize_checkpoint(
     bar = shown(progress, "quantizing", "bytes")
     with Archive.open(source) as archive, translate_os_errors(target), bar as tell:
         _check_float(archive)
-        plan.warn_about_patterns([*archive.entries, *archive.aliases])
-        plan.take_routers(archive.entries)
-        run = _QuantizeRun(archive, plan, tell, _has_conv1d(model_config(source)))
+        config = model_config(source)
+        tied = {*archive.aliases, *archive.aliases.values()}
+        experts = stored_experts({n: entry for n, entry in archive.entries.items() if n not in tied}, config)
+        plan = _CheckpointPlan(selection.within(archive.entries), experts, dtype)
+        plan.warn_about_patterns([*archive.entries, *archive.aliases, *(e.layer for e in experts.values())])
+        run = _QuantizeRun(archive, plan, tell, _has_conv1d(config))
         units = [run.unit(archive.entries[name]) for name in archive.entries]
         aliases = _aliases(archive, units)
         if target.suffix == ".safetensors":
@@ -156,50 +162,36 @@ def _aliases(archive: Archive, units: Iterable[Unit]) -> Aliases:
 
 
 class _CheckpointPlan:
-    """Decides which tensors are quantized, and with which scheme."""
+    """Decides which tensors are quantized, and with which scheme; ``experts``: by the names of their weights."""
 
-    def __init__(
-        self,
-        scheme: str | Scheme | Mapping[str, str | Scheme],
-        include: tuple[str, ...] | None,
-        exclude: tuple[str, ...],
-        dtype: torch.dtype | None,
-    ) -> None:
-        mapping = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-        self.rules = [(pattern, _parse_scheme(value)) for pattern, value in mapping.items()]
-        self.include, self.exclude, self.dtype = include, exclude, dtype
-        self.routers: tuple[str, ...] = ()
+    def __init__(self, selection: Selection, experts: Mapping[str, StoredExperts], dtype: torch.dtype | None) -> None:
+        self.selection, self.experts, self.dtype = selection, experts, dtype
+        for _, scheme in selection.rules:
+            _check_scheme(scheme)
         if dtype is not None and dtype not in FLOAT_SCALES:
             raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
 
     def decide(self, entry: Entry, names: Sequence[str]) -> Scheme | Skipped:
         """Return the scheme of a tensor with these names, or why it is not quantized."""
-        reason = _not_a_weight(entry)
+        experts = self.experts.get(entry.name)
+        reason = _not_a_weight(entry, is_experts=experts is not None)
         if reason:
             return Skipped(COPIED, reason)
-        pattern = next((p for p in self.exclude if _any_matches(names, p)), None)
-        if pattern is not None:
-            return Skipped(EXCLUDED, f"matches exclude pattern {pattern!r}")
-        if self.include is not None and not any(_any_matches(names, p) for p in self.include):
-            return Skipped(EXCLUDED, "matches no include pattern")
-        pattern, scheme = next(((p, s) for p, s in self.rules if _any_matches(names, p)), (None, None))
-        if scheme is None:
-            return Skipped(EXCLUDED, "matches no pattern of the scheme mapping")
-        if self.include is None and pattern == "*" and entry.name.startswith(self.routers):
-            return Skipped(EXCLUDED, "it routes tokens to experts, and to others if it is quantized")
-        reason = _why_refused(entry)
-        return Skipped(REFUSED, reason) if reason else scheme
+        choice = self._choice(names if experts is None else experts.names)
+        if choice.scheme is None:
+            return Skipped(EXCLUDED, choice.reason)
+        reason = _why_refused(entry, experts)
+        return Skipped(REFUSED, reason) if reason else choice.scheme
 
-    def take_routers(self, names: Iterable[str]) -> None:
-        """Find out which tensors belong to routers: those that stand beside experts."""
-        blocks = {name.partition(_EXPERTS)[0] for name in names if _EXPERTS in name}
-        self.routers = tuple(f"{block}.{router}." for block in sorted(blocks) for router in _ROUTERS)
+    def _choice(self, names: Sequence[str]) -> Choice:
+        """Patterns match names of layers and of their tensors."""
+        return self.selection.choose([*names, *(name.removesuffix(".weight") for name in names)])
 
     def warn_about_patterns(self, names: Iterable[str]) -> None:
         """Warn about patterns that match no tensor, which are most likely typos."""
         known = list(names)
-        for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
-            if not any(_matches(name, pattern) for name in known):
+        for pattern in self.selection.patterns:
+            if not any(matches(name, pattern) or matches(name.removesuffix(".weight"), pattern) for name in known):
                 hint = did_you_mean(pattern, [name.removesuffix(".weight") for name in known])
                 warnings.warn(f"pattern {pattern!r} matches no tensor.{hint}", QcoreWarning, stacklevel=3)
 
@@ -208,27 +200,19 @@ class _CheckpointPlan:
         return self.dtype if self.dtype is not None and entry.dtype in _SOURCES else entry.dtype
 
 
-def _parse_scheme(text: str | Scheme) -> Scheme:
-    scheme = Scheme.parse(text)
+def _check_scheme(scheme: Scheme) -> None:
     if scheme.needs_calibration or scheme.output is not None or getattr(scheme.activation, "per_token", False):
         raise FormatError(
             f"scheme {str(scheme)!r} needs inputs from running the model, which a checkpoint alone cannot provide.\n"
             f"Use qcore.quantize_(model, scheme, calibration=batches) and qcore.save."
         )
-    return scheme
 
 
-def _any_matches(names: Sequence[str], pattern: str) -> bool:
-    return any(_matches(name, pattern) for name in names)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return matches(name, pattern) or matches(name.removesuffix(".weight"), pattern)
-
-
-def _not_a_weight(entry: Entry) -> str:
+def _not_a_weight(entry: Entry, *, is_experts: bool) -> str:
     if not entry.dtype.is_floating_point:
         return f"dtype {str(entry.dtype).removeprefix('torch.')}"
+    if is_experts:
+        return ""
     if entry.name.rpartition(".")[2] != "weight":
         return "not named *.weight"
     if len(entry.shape) not in (2, 4):
@@ -236,7 +220,9 @@ def _not_a_weight(entry: Entry) -> str:
     return ""
 
 
-def _why_refused(entry: Entry) -> str:
+def _why_refused(entry: Entry, experts: StoredExperts | None) -> str:
+    if experts is not None and experts.transposed is None:
+        return "its sizes do not say which dimension its inputs run along; load the model and call qcore.quantize_"
     if entry.dtype not in _SOURCES:
         return f"{str(entry.dtype).removeprefix('torch.')} values are meaningless without their scales"
     return "" if all(entry.shape) else "it is empty"
@@ -248,6 +234,7 @@ class _QuantizeRun:
     def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress, conv1d: bool) -> None:
         self.archive, self.plan, self.tell, self.conv1d = archive, plan, tell, conv1d
         self.rows: list[TensorReport] = []
+        self.sizes: dict[str, int] = {}
         self.total = sum(entry.nbytes for entry in archive.entries.values())
         self.done = 0
         self.tied: dict[str, list[str]] = {}
@@ -260,20 +247,57 @@ class _QuantizeRun:
         if isinstance(decided, Skipped):
             unit, action, reason = self._copied(entry), decided.state, decided.reason
         else:
-            unit, action, reason = self._quantized(entry, decided), QUANTIZED, str(decided)
+            made = self._experts(entry, decided) if entry.name in self.plan.experts else self._quantized(entry, decided)
+            unit, action, reason = made, QUANTIZED, str(decided)
+        self.sizes[unit.name] = entry.nbytes
         self.rows.append(TensorReport(entry.name, entry.shape, action, reason, entry.nbytes, unit.nbytes))
         return unit
 
     def _copied(self, entry: Entry) -> Unit:
         dtype = self.plan.copied_dtype(entry)
-        specs = (TensorSpec(entry.name, dtype, entry.shape),)
+        specs = (TensorSpec(self._written(entry.name), dtype, entry.shape),)
         return Unit(entry.name, specs, lambda: [rounded(self._read(entry), dtype, entry.name)])
+
+    def _written(self, name: str) -> str:
+        """The name of a tensor in the new file: biases of experts are called as their layers in `qcore.nn` do."""
+        weight = name.removesuffix("_bias")
+        entry = self.archive.entries.get(weight) if weight in self.plan.experts and weight != name else None
+        quantized = entry is not None and isinstance(self.plan.decide(entry, [weight]), Scheme)
+        return f"{weight}.bias" if quantized else name
+
+    def _experts(self, entry: Entry, scheme: Scheme) -> Unit:
+        transposed, name = self.plan.experts[entry.name].transposed, f"{entry.name}.weight"
+        e, *sizes = entry.shape
+        n, k = reversed(sizes) if transposed else sizes
+        specs = tuple(
+            TensorSpec(f"{name}.{part.name}", part.dtype, (e, *part.shape))
+            for part in parts(scheme.weight, n, k, self._scale_dtype(entry))
+        )
+
+        def fetch() -> Sequence[Tensor]:
+            value = self._read(entry)
+            dense = value.transpose(1, 2) if transposed else value
+            with self._named(entry.name):
+                made = quantize_experts(dense, scheme, entry.name, scale_dtype=self.plan.dtype)
+            return list(made.tensors().values())
+
+        return Unit(name, specs, fetch, Record(name, scheme.weight, (e, n, k), scheme.quantizer, scheme.blank()))
+
+    def _scale_dtype(self, entry: Entry) -> torch.dtype:
+        return self.plan.dtype or (entry.dtype if entry.dtype in FLOAT_SCALES else torch.float32)
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Have errors say which file they are about."""
+        try:
+            yield
+        except FormatError as error:
+            raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
 
     def _quantized(self, entry: Entry, scheme: Scheme) -> Unit:
         transposed = self.conv1d and _CONV1D.search(entry.name) is not None and len(entry.shape) == 2
         n, k = entry.shape[::-1] if transposed else (entry.shape[0], math.prod(entry.shape[1:]))
-        stored = self.plan.dtype or (entry.dtype if entry.dtype in FLOAT_SCALES else torch.float32)
-        described = parts(scheme.weight, n, k, stored)
+        described = parts(scheme.weight, n, k, self._scale_dtype(entry))
         specs = tuple(TensorSpec(f"{entry.name}.{part.name}", part.dtype, part.shape) for part in described)
         record = Record(entry.name, scheme.weight, (n, k), scheme.quantizer, scheme.blank())
 
@@ -289,14 +313,12 @@ class _QuantizeRun:
 
     def _quantize(self, weight: Tensor, scheme: Scheme, name: str) -> QTensor:
         flat = weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
-        try:
+        with self._named(name):
             return quantize(flat, scheme.weight, scheme.quantizer, scale_dtype=self.plan.dtype, name=name)
-        except FormatError as error:
-            raise CheckpointError(f"{self.archive.shards[name]}: {error}") from error
 
     def advance(self, unit: Unit) -> None:
         """Report progress after a unit was written."""
-        self.done += self.archive.entries[unit.name].nbytes if unit.name in self.archive.entries else 0
+        self.done += self.sizes.get(unit.name, 0)
         self.tell(self.done, self.total, unit.name)
 
 
@@ -381,7 +403,7 @@ def _into_directory(
 
 def _scale_dtype(unit: Unit) -> torch.dtype:
     """The dtype of the scales of a quantized weight."""
-    return next(spec.dtype for spec in unit.specs if spec.name == f"{unit.name}.scale")
+    return next(spec.dtype for spec in unit.specs if spec.name.endswith(".scale"))
 
 
 def side_files_of(directory: Path) -> Iterator[Path]:

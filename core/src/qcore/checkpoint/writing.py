@@ -102,7 +102,7 @@ def guards(units: Iterable[Unit]) -> list[Unit]:
 
     One has the name of the first quantized weight, whose size transformers rejects; the other one's name says why.
     """
-    first = next((unit.name for unit in units if unit.record is not None), None)
+    first = next((unit.record.parameter for unit in units if unit.record is not None), None)
     names = () if first is None else (first, IMPORT_FIRST)
     return [Unit(f"{name} (guard)", (TensorSpec(name, torch.float16, (0,)),), _nothing) for name in names]
 

@@ -122,7 +122,9 @@ class ModelPlan:
     """The scheme of every layer, or the reason for leaving it unchanged; decided before the model is changed."""
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
-        self.model, self.selection = model, selection
+        every = (model.named_modules, model.named_parameters)
+        names = [name for found in every for name, _ in found(remove_duplicate=False)]
+        self.model, self.selection = model, selection.within(names)
         self.layers = {name: module for name, module in model.named_modules() if holds_weight(module)}
         self.bytes_before: dict[str, int] = {}
         self.sharing = Sharing(model, self.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -57,13 +57,21 @@ class Choice:
         return str(self.scheme) if self.scheme else "float"
 
 
+_EXPERTS, _ROUTERS = ".experts.", ("gate", "router")
+_POSITIONS = "embed_positions"
+
+
 @dataclass(frozen=True)
 class Selection:
-    """The patterns of one call of `quantize_`; ``include`` None means everything."""
+    """The patterns of one call of `quantize_` or `quantize_checkpoint`; ``include`` None means everything.
+
+    ``routers``: the layers that stay float unless a pattern other than ``*`` names them, see `within`.
+    """
 
     rules: tuple[tuple[str, Scheme], ...]
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
+    routers: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -75,8 +83,27 @@ class Selection:
         """Parse the arguments of `quantize_`. Raises `FormatError` for a scheme that does not exist."""
         return cls(as_rules(scheme), as_patterns(include), as_patterns(exclude) or ())
 
+    def within(self, names: Iterable[str]) -> Selection:
+        """The same for a model or file with these names of modules or tensors, whose routers it finds.
+
+        A router stands beside experts: ``mlp.gate`` beside ``mlp.experts.0`` or ``mlp.experts.down_proj``.
+        """
+        blocks = {name.partition(_EXPERTS)[0] for name in names if _EXPERTS in name}
+        return replace(self, routers=tuple(f"{block}.{router}." for block in sorted(blocks) for router in _ROUTERS))
+
+    def _unless_named(self, name: str) -> str:
+        """Why a layer stays float unless it is named, or an empty string."""
+        if f"{name}.".startswith(self.routers):
+            return "it routes tokens to experts, and to others if it is quantized"
+        if _POSITIONS in name.split("."):
+            return "it is a table of positions, which most models read in ways of their own"
+        return ""
+
     def choose(self, names: Sequence[str]) -> Choice:
-        """Choose for a weight with these names: an exclude pattern wins, then the first rule that matches any name."""
+        """Choose for a weight with these names: an exclude pattern wins, then the first rule that matches any name.
+
+        Routers and tables of positions stay float unless an include pattern, or one other than ``*``, names them.
+        """
         pattern = _first_match(self.exclude, names)
         if pattern is not None:
             return Choice(None, f"matches exclude pattern {pattern!r}")
@@ -85,12 +112,20 @@ class Selection:
         pattern = _first_match((pattern for pattern, _ in self.rules), names)
         if pattern is None:
             return Choice(None, "matches no pattern of the scheme mapping")
+        usual = next(filter(None, map(self._unless_named, names)), "")
+        if usual and self.include is None and pattern == "*":
+            return Choice(None, usual)
         return Choice(dict(self.rules)[pattern], f"matches pattern {pattern!r}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns."""
+        return (*self.exclude, *(self.include or ()), *(pattern for pattern, _ in self.rules))
 
     def warn_about_typos(self, names: Iterable[str], stacklevel: int) -> None:
         """Warn about patterns that match no name, which are most likely typos."""
         known = list(names)
-        for pattern in (*self.exclude, *(self.include or ()), *(p for p, _ in self.rules)):
+        for pattern in self.patterns:
             if _first_match((pattern,), known) is None:
                 hint = did_you_mean(pattern, known)
                 warnings.warn(f"pattern {pattern!r} matches no layer.{hint}", QcoreWarning, stacklevel=stacklevel)

@@ -20,15 +20,15 @@ from .base import HOOKS
 from .graph_ops import captures_layers
 from .grouped_linear import QuantizedGroupedLinear
 
-_FUSED, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
+FUSED, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 def expert_weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the three-dimensional expert weights of ``module``: none if it holds no fused experts."""
     own = dict(module._parameters.items())  # noqa: SLF001 - torch's table; a lazy attribute must not be computed
-    up = next((name for name in (_FUSED, _UP) if _is_3d(own.get(name))), "")
-    fits = up and _is_3d(own.get(_DOWN)) and isinstance(getattr(module, "num_experts", None), int)
-    return (up, _DOWN) if fits else ()
+    up = next((name for name in (FUSED, UP) if _is_3d(own.get(name))), "")
+    fits = up and _is_3d(own.get(DOWN)) and isinstance(getattr(module, "num_experts", None), int)
+    return (up, DOWN) if fits else ()
 
 
 def _is_3d(parameter: Any) -> bool:
@@ -75,7 +75,7 @@ class QuantizedExperts(nn.Module):
         self._up = up
         self.gate = gate
         self.add_module(up, up_proj)
-        self.add_module(_DOWN, down)
+        self.add_module(DOWN, down)
 
     @classmethod
     def from_float(cls, module: nn.Module, scheme: Scheme | str, *, name: str = "experts") -> QuantizedExperts:
@@ -106,11 +106,11 @@ class QuantizedExperts(nn.Module):
     @property
     def scheme(self) -> Scheme:
         """The scheme of both weights."""
-        return self.projections()[_DOWN].scheme
+        return self.projections()[DOWN].scheme
 
     def projections(self) -> dict[str, QuantizedGroupedLinear]:
         """The two quantized weights by name."""
-        return {name: self.get_submodule(name) for name in (self._up, _DOWN)}  # type: ignore[misc]
+        return {name: self.get_submodule(name) for name in (self._up, DOWN)}  # type: ignore[misc]
 
     def forward(
         self,
@@ -147,7 +147,7 @@ class QuantizedExperts(nn.Module):
             ends = torch.searchsorted(sorted_experts, each, right=True).to(torch.int32)
         x = tokens.index_select(0, order // k)
         projections = self.projections()
-        y = projections[_DOWN](_between(self.gate)(projections[self._up](x, ends)), ends)
+        y = projections[DOWN](_between(self.gate)(projections[self._up](x, ends)), ends)
         share = weights.reshape(-1).index_select(0, order).to(y.dtype)
         y = y * torch.where(sorted_experts < self.num_experts, share, 0).unsqueeze(-1)
         # Back to the order of the tokens, and summed over each token's experts.

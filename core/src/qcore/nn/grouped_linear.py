@@ -85,7 +85,10 @@ class QuantizedGroupedLinear(QuantizedModule):
         return f"{sizes}, scheme={self.scheme}, kernel={bound}"
 
 
-def quantize_experts(weight: Tensor, scheme: Scheme, name: str) -> QTensor:
+def quantize_experts(weight: Tensor, scheme: Scheme, name: str, *, scale_dtype: torch.dtype | None = None) -> QTensor:
     """Quantize a dense weight ``(E, N, K)``, expert by expert. Raises `FormatError` for NaN or Inf, naming ``name``."""
-    made = [quantize(w, scheme.weight, scheme.quantizer, name=f"{name}[{e}]") for e, w in enumerate(weight)]
+    made = [
+        quantize(w, scheme.weight, scheme.quantizer, scale_dtype=scale_dtype, name=f"{name}[{e}]")
+        for e, w in enumerate(weight)
+    ]
     return QTensor.stack(made)
