@@ -241,6 +241,30 @@ class TestStaysAsItWas:
             assert not torch.equal(outputs(found), before)
 
 
+class TestDisk:
+    @pytest.mark.parametrize("stored", [False, True])
+    @pytest.mark.parametrize("place", ["disk", "cpu"])
+    def test_experts_with_biases(self, place, stored, tmp_path):
+        model = loaded_float("gpt-oss", tmp_path / "float")
+        qcore.quantize_(model, "w8a16")
+        model.save_pretrained(tmp_path / "own")
+        places = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.1", "norm", "rotary_emb")}
+        inside = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp.router")
+        places |= {"lm_head": "disk", "model.layers.0.mlp.experts": place}
+        places |= {f"model.layers.0.{name}": "disk" for name in inside}
+        given = {} if stored else {"quantization_config": qcore.hf.QcoreConfig("w8a16")}
+
+        def load():
+            folder = tmp_path / ("own" if stored else "float")
+            return type(model).from_pretrained(folder, device_map=places, offload_folder=tmp_path / "disk", **given)
+
+        if place == "disk":
+            with pytest.raises(qcore.UnsupportedError, match=r"layers\.0\.mlp\.experts' are experts with biases"):
+                load()
+        else:
+            assert torch.equal(outputs(load()), outputs(model))
+
+
 class TestDequantizing:
     @pytest.mark.parametrize("kind", KINDS)
     def test_is_the_float_model_again(self, kind, tmp_path):

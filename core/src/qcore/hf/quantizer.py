@@ -255,6 +255,7 @@ class _Loading:
             pairs = model.all_tied_weights_keys
             model.all_tied_weights_keys = {a: b for a, b in pairs.items() if not {a, b} & self.covered}
             try:
+                self._check_places()
                 self.install()
                 self._check_filled()
                 if self.parallel is not None:
@@ -265,6 +266,16 @@ class _Loading:
                 model.all_tied_weights_keys = pairs
 
         model._move_missing_keys_from_meta_to_device, model.tie_weights = moved, tied
+
+    def _check_places(self) -> None:
+        """Raise if biases of experts are on disk: the file that is read back has the float model's names for them."""
+        for name, module in self.model.named_modules():
+            biases = [bias for weight in expert_weights(module) if (bias := f"{weight}_bias") in module._parameters]
+            if biases and f"{name}.{expert_weights(module)[0]}" in self.covered and self._place_of(name) == "disk":
+                raise UnsupportedError(
+                    f"{name!r} are experts with biases, which qcore cannot offload to disk.\n"
+                    f"Put them on 'cpu' or another device: pass a device_map that names devices, or more max_memory."
+                )
 
     def _check_filled(self) -> None:
         """Raise if a parameter is still on meta: torch may compute with one, and the results are arbitrary numbers."""
@@ -283,13 +294,17 @@ class _Loading:
         """Those of ``targets`` that qcore has values for."""
         return self.targets
 
-    def device_of(self, layer: str) -> torch.device:
-        """The device that a layer will be on; weights offloaded to disk pass through the CPU."""
+    def _place_of(self, layer: str) -> Any:
+        """Where the device map puts a layer."""
         places = self.device_map or {}
         name = layer
         while name and name not in places:
             name = name.rpartition(".")[0]
-        device = places.get(name, torch.get_default_device())
+        return places.get(name, torch.get_default_device())
+
+    def device_of(self, layer: str) -> torch.device:
+        """The device that a layer will be on; weights offloaded to disk pass through the CPU."""
+        device = self._place_of(layer)
         return torch.device("cpu" if device in ("disk", "meta") else device)
 
     def bytes_per_weight(self, name: str, parameter: torch.Tensor) -> float | None:
