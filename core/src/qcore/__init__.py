@@ -152,7 +152,17 @@ def _join_transformers() -> None:
         _warn(f"save_pretrained cannot save quantized layers; use qcore.save: {error}", QcoreWarning, stacklevel=2)
 
 
+def _join_peft() -> None:
+    # Else peft finds no linear layer in a quantized model, unless the program imports qcore.adapters.
+    from contextlib import suppress
+    from importlib import import_module
+
+    with suppress(ImportError, AttributeError):  # of a version whose private names differ: peft then refuses the layers
+        import_module(".adapters", __name__)
+
+
 _companions.when_imported("transformers.modeling_utils", _join_transformers)
+_companions.when_imported("peft.tuners.lora.model", _join_peft)
 
 # Lets torch.load(weights_only=True) unpickle a QTensor and its fields.
 _torch.serialization.add_safe_globals([QTensor, Format, ScaleType, ZeroPoint, _find_layout, _torch.Size])
