@@ -114,7 +114,7 @@ def product(kernel, fields, scheme, **more):
 # Tiles with sums of their own and shared ones; tiles whose K two warpgroups share; tiles of three warpgroups.
 UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
-TILES += [product("w4a8_units_hopper_64", [128, 2], "w4a8-g32")]
+TILES += [product("w4a8_units_hopper_64", [128, 2], s) for s in ("w4a8-g32", "w4a8-g32-aasym")]
 TILES += [product("w4a8_units_hopper_192", [128, split], "w4a8-g32") for split in (0, 1)]
 TILES += [
     product("gemm_hopper_192", [128, split], s)

@@ -68,17 +68,22 @@ def codes_for(problem, total=False):
     from qcore_cuda.products.quantized import codes_of
     from qcore_cuda.runtime.device import device_of
     from qcore_triton import packing
-    from qcore_triton.codes import Given, mode_of
 
     weight = problem.weight.format
     order = packing.block_size(weight.group_size) if weight.bits == 4 else 0
+    return codes_of(problem.x, mode_for(problem), total, order, device_of(problem.x.device))
+
+
+def mode_for(problem):
+    """How x is quantized."""
+    from qcore_triton.codes import Given, mode_of
+
     activation, given = problem.request.activation, None
     if not isinstance(activation, DynamicInt8):
         numbers = (activation.scale, activation.zero_point)
         given = problem.given
         given = Given(*((given["x_scale"], given["x_zero_point"]) if activation.per_token else numbers))
-    mode = mode_of(problem.x, given is None and activation.symmetric, given)
-    return codes_of(problem.x, mode, total, order, device_of(problem.x.device))
+    return mode_of(problem.x, given is None and activation.symmetric, given)
 
 
 def product(problem, chosen=None, total=False):
@@ -110,6 +115,43 @@ def test_the_default_is_right_for_every_scheme_and_size(scheme, m, n, k):
 def test_every_kernel_is_right_for_every_scheme(scheme, name):
     case = problem(scheme, 17, 48, 300, torch.float16, "float32")
     assert_right(case, product(case, choice(name), total=case.weight.zero is not None))
+
+
+def in_float16(x, weight, bias, device, problem, config, tokens):
+    """What `gemm_hopper` computes of a weight with units and of codes, in float64."""
+    units = weight.units[: weight.n, None].double()
+    dense = (expanded(weight).double() * units).half()
+    assert torch.equal(dense.double(), expanded(weight).double() * units), "float16 holds the products"
+    y = x[:, : weight.k].double() @ (dense.double() / units).t() * tokens[:, None].double()
+    return (y if bias is None else y + bias.double()).to(problem.out_dtype)
+
+
+def expanded(weight):
+    from qcore_cuda.runtime.launch import launch
+    from qcore_cuda.runtime.replay import empty
+    from qcore_triton import host
+
+    return host.dense(launch, empty, weight, torch.float32, num_warps=4)
+
+
+UNITS = [(s, x) for s in ("w4a8-g32", "w4a8-g32-aasym", "w4a8-g64-aasym") for x in ("normal", "outliers", "zero-rows")]
+UNITS += [("w4a8-g32-static", "normal"), ("w4a8-g32-static", "codes"), ("w4a8-g64-token", "normal")]
+
+
+@pytest.mark.parametrize(("scheme", "inputs"), UNITS)
+def test_codes_less_zero_points_meet_weights_with_units(monkeypatch, scheme, inputs):
+    from qcore_cuda import int8
+    from qcore_cuda.products.base import Operands
+    from qcore_cuda.products.gemm_hopper import GEMM_HOPPER, Tokens
+    from qcore_cuda.products.w4a8_units_hopper import W4A8_UNITS_HOPPER
+
+    case = problem(scheme, 9, 40, 320, torch.bfloat16, "same", inputs=inputs, weights="narrow")
+    mode = mode_for(case)
+    weight, _ = packed_weight(case, units=True)
+    plan = int8.plan_of(case.x, weight, torch.bfloat16, mode.has_zero, None)
+    plan = plan._replace(product=W4A8_UNITS_HOPPER, config=Tokens(64), totals=False)
+    monkeypatch.setattr(type(GEMM_HOPPER), "multiply", staticmethod(in_float16))
+    assert_right(case, int8.run(case.x, mode, Operands(weight, None, case.bias, None), plan))
 
 
 @pytest.mark.parametrize(

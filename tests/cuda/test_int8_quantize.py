@@ -18,13 +18,36 @@ def rows(m, k, dtype=torch.float32):
     return (torch.randn(m, k, generator=torch.Generator().manual_seed(m + k)) + 0.3).to(dtype)
 
 
-def quantize_given(x, scale, zero):
+def quantize_given(x, scale, zero, dtype=torch.int8):
     """X quantized with given numbers, or tensors ``(M,)`` per token; an int8 x is taken as codes."""
+    from qcore_triton.codes import Given
+
+    return quantized(x, True, Given(scale, zero), dtype)
+
+
+def quantized(x, symmetric, given, dtype):
     from qcore_cuda.products.quantized import codes_of
     from qcore_cuda.runtime.device import device_of
-    from qcore_triton.codes import Given, mode_of
+    from qcore_triton.codes import mode_of
 
-    return codes_of(x, mode_of(x, True, Given(scale, zero)), False, 0, device_of(x.device))
+    return codes_of(x, mode_of(x, symmetric, given), False, 0, device_of(x.device), dtype)
+
+
+@pytest.mark.parametrize("given", ["none", "number", "token", "codes"])
+@pytest.mark.parametrize("k", [1, 77, 600, 40001])
+def test_float16_holds_codes_less_their_zero_points(given, k):
+    from qcore_triton.codes import Given
+
+    x = rows(3, k, torch.bfloat16 if k % 2 else torch.float32) * 2
+    scale, zero = torch.tensor([0.01, 0.02, 0.04]), torch.tensor([127.0, -128.0, 3.0])
+    if given == "codes":
+        x = torch.randint(-128, 128, (3, k), generator=torch.Generator().manual_seed(k)).to(torch.int8)
+    how = {"none": None, "number": Given(0.02, -128.0), "token": Given(scale, zero), "codes": Given(0.02, 127.0)}[given]
+    codes, held = quantized(x, False, how, torch.int8), quantized(x, False, how, torch.float16)
+    assert held.zero is None
+    assert torch.equal(held.scale, codes.scale)
+    assert torch.equal(held.q[:, :k].float(), codes.q[:, :k].float() - codes.zero[:, None])
+    assert not held.q[:, k:].any()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

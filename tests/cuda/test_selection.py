@@ -247,6 +247,11 @@ def test_tiles_that_cannot_be_split_are_no_choice_of_their_own(gluon):
     assert works[1].steps == 2 * works[2].steps == 32
 
 
+def kind_of(choice):
+    """The name of a kernel, whatever the rows of its tiles."""
+    return choice.product.name.removesuffix("_64").removesuffix("_192")
+
+
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "a8 w8-g64"])
 def test_kernels_for_hopper_take_many_rows(gluon, name):
     from qcore_cuda.selection import choose
@@ -256,8 +261,8 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
     found = []
     for n, k, rows in itertools.product(SIDES, SIDES, (512, 2048)):
         if n >= 2048 and n * k >= 1 << 24:
-            chosen = choose(HOPPER, replace(FORMS[name], n=n, k=k, rows=rows)).product.name.removesuffix("_64")
-            assert chosen in (own, "dense", "int8_persistent"), (n, k, rows)
+            chosen = kind_of(choose(HOPPER, replace(FORMS[name], n=n, k=k, rows=rows)))
+            assert chosen in (own, "dense", "int8_persistent", "int8_tiles"), (n, k, rows)
             found.append(chosen)
     assert found.count(own) >= 0.7 * len(found)
     assert choose(HOPPER._replace(arch=100), replace(FORMS[name], rows=2048)).product.name.find("hopper") < 0
@@ -387,8 +392,8 @@ def test_weights_with_units_are_multiplied_in_float16(gluon, n, k, rows):
 
     form = replace(int8_form(4, 32, rows=rows), n=n, k=k, group=32)
     own = {"w4a8_units_hopper", "int8_gemv_chunks"} if rows == 128 and n == 1024 else {"w4a8_units_hopper"}
-    assert choose(HOPPER, replace(form, units=True)).product.name.removesuffix("_64") in own
-    for other in (form, replace(form, units=True, x_zero=True), replace(form, units=True, out_dtype=torch.float32)):
-        assert not choose(HOPPER, other).product.name.startswith("w4a8_units_hopper")
+    assert kind_of(choose(HOPPER, replace(form, units=True))) in own
+    for other in (form, replace(form, units=True, zero=1), replace(form, units=True, out_dtype=torch.float32)):
+        assert kind_of(choose(HOPPER, other)) != "w4a8_units_hopper"
     if rows >= 256:
         assert choose(HOPPER, form).product.name == "w4a8_groups_hopper", "it keeps the kernel that it had"

@@ -20,13 +20,13 @@ def linear_problem(scheme, m, n, k, dtype=torch.bfloat16, bias="none", **kind):
     return draw.linear(replace(request, bias=bias != "none"), shape, filled.quantizer, dtype)
 
 
-def packed_weight(problem, sums=False):
+def packed_weight(problem, sums=False, units=False):
     """The plugin's `Weight` of a problem, and the sums of its codes, if wanted."""
     from qcore_triton import packing
 
-    form, parts = problem.weight.format, packing.pack(problem.weight, sums=sums)
+    form, parts = problem.weight.format, packing.pack(problem.weight, sums=sums, units=units)
     n, k = problem.request.n, problem.request.k
-    return packing.weight_of(parts, form, n, k), parts.get("sums")
+    return packing.weight_of(parts, form, n, k)._replace(units=parts.get("units")), parts.get("sums")
 
 
 def float_product(case, weight, product, config, device=None):

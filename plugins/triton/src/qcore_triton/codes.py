@@ -29,9 +29,9 @@ def numbers_of(activation: Activation | None, output: OutputInt8 | None) -> Numb
 class Codes(NamedTuple):
     """Quantized activations: ``x = scale * (q - zero)``.
 
-    **Fields:** ``q``: int8 (a 16-bit float for some products) ``(M, KQ)``, KQ = K rounded up to 128, 0 beyond K;
-    ``scale``: float32 ``(M,)``; ``zero``: float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32 ``(M,)``, the
-    sums of codes, if requested; ``order``: of the columns, as `Weight.order`.
+    **Fields:** ``q``: int8 (for some products float16, less the zero points) ``(M, KQ)``, KQ = K rounded up to 128, 0
+    beyond K; ``scale``: float32 ``(M,)``; ``zero``: float32 ``(M,)`` of whole numbers, None for 0; ``total``: int32
+    ``(M,)``, the sums of codes, if requested; ``order``: of the columns, as `Weight.order`.
     """
 
     q: Tensor

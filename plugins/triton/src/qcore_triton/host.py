@@ -57,8 +57,10 @@ def quantize_rows(
 
     ``total``: also sum the codes; ``order``: `Weight.order` of the weight that they multiply; ``block``: columns that
     a program holds at a time, a power of two, at least 128; ``rows``: rows that it holds, a power of two, if ``block``
-    holds whole rows. 0 selects the kernel with one row of any length per program. ``dtype``: of the tensor of codes.
+    holds whole rows. 0 selects the kernel with one row of any length per program. ``dtype``: of the tensor of codes; in
+    a float one, for that kernel, they are less their zero points, and have none.
     """
+    assert dtype == torch.int8 or not (rows or total)
     (m, k), (kind, scale, zero) = x.shape, mode
     q, s, z, t = _room(empty, m, k, kind, total, x.device, dtype)
     if m:
@@ -72,7 +74,7 @@ def quantize_rows(
         else:
             late, loop = m > _EARLY, columns_of_codes(k) > block
             launch(quantize.quantize_rows, (m,), *room, *given, *sizes, LOOP=loop, LATE=late, **meta)
-    return Codes(q, s, z if mode.has_zero else None, t, order)
+    return Codes(q, s, z if mode.has_zero and dtype == torch.int8 else None, t, order)
 
 
 def _room(

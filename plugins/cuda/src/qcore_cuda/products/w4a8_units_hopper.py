@@ -1,8 +1,9 @@
 """`W4A8_UNITS_HOPPER`: many rows of codes and symmetric int4 weights in groups of 32 or 64 on sm_90, in float16.
 
 The product of an int4 code and a bfloat16 scale has 11 significant bits: float16 holds it exactly, in units of a power
-of two for each row of the weight (`qcore_triton.packing.units_of`). Codes of x are exact in float16, too. So
-`gemm_hopper` computes the same sums, in float32, that other kernels scale group by group.
+of two for each row of the weight (`qcore_triton.packing.units_of`). Codes of x, less their zero points if they have
+any, are exact in float16, too. So `gemm_hopper` computes the same sums, in float32, that other kernels scale group by
+group.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
     floats: ClassVar[GemmHopper] = GEMM_HOPPER
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
-        """Weights with units; codes without zero points, results of 16-bit floats."""
-        plain = problem.zero == NO_ZERO and problem.element == INTEGER and not (problem.x_zero or problem.own_order)
+        """Weights with units, without zero points; results of 16-bit floats."""
+        plain = problem.zero == NO_ZERO and problem.element == INTEGER and not problem.own_order
         narrow = problem.out_dtype in {torch.bfloat16, torch.float16}
         several = problem.units and parameter_rows(problem) > 1
         return several and plain and narrow and problem.rows > 8 and hopper.fits(device, 128)
@@ -72,7 +73,7 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
         return copies_of_result(problem)
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
-        assert codes.order == 0, "codes were quantized for another kernel"
+        assert (codes.order, codes.zero) == (0, None), "codes were quantized for another kernel"
         weight, _, bias, _ = operands
         return self.floats.multiply(codes.q, weight, bias, device, problem, config, codes.scale)
 

@@ -4,7 +4,8 @@ Grid: one program per row, which holds BLOCK columns at a time. Floor: the bytes
 bandwidth; rows longer than BLOCK are read twice.
 
 x is ``(M, K)`` of any strides and any float dtype; codes q are int8 ``(M, KQ)`` with KQ = K rounded up to 128 (codes 0
-beyond K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. Arithmetic as in
+beyond K), scale and zero float32 ``(M,)``, total, the sum of a row's codes, int32 ``(M,)``. A q of 16-bit floats holds
+the codes less their zero points, of at most 255 in magnitude, so exactly in float16. Arithmetic as in
 ``qcore.weights.activations``: float32, division correctly rounded, half to even. A row that holds NaN gets scale NaN,
 and with it a result of NaN; so does one that holds infinity, if parameters are computed from the row.
 """
@@ -139,6 +140,8 @@ def quantize_rows(
     o = tl.arange(0, BLOCK)
     KQ = (K + 127) // 128 * 128
     NARROW: tl.constexpr = MODE == SYMMETRIC and x.dtype.element_ty == tl.bfloat16
+    LESS_ZERO: tl.constexpr = MODE != SYMMETRIC and q.dtype.element_ty != tl.int8
+    HELD: tl.constexpr = q.dtype.element_ty if LESS_ZERO else tl.int8
     x += row.to(tl.int64) * row_stride
     q += row.to(tl.int64) * KQ
     begin(PDL, LATE)
@@ -169,7 +172,8 @@ def quantize_rows(
         for start in range(0, KQ, BLOCK):
             at = start + o
             v = tl.load(x + at.to(tl.int64) * column_stride, mask=at < K, other=0.0).to(tl.float32)
-            c = tl.where(at < K, encode(v, s, inverse, z, MODE, CODES, NARROW), 0).to(tl.int8)
+            c = encode(v, s, inverse, z, MODE, CODES, NARROW)
+            c = tl.where(at < K, c.to(tl.float32) - z if LESS_ZERO else c, 0).to(HELD)
             tl.store(q + at, arranged(c, ORDER), mask=at < KQ)
             if TOTAL:
                 sums += c.to(tl.int32)
@@ -177,7 +181,7 @@ def quantize_rows(
         c = encode(v, s, inverse, z, MODE, CODES, NARROW)
         # Symmetric codes of the padding, which was loaded as 0, are already 0.
         if MODE != SYMMETRIC:
-            c = tl.where(o < K, c, 0).to(tl.int8)
+            c = tl.where(o < K, c.to(tl.float32) - z if LESS_ZERO else c, 0).to(HELD)
         tl.store(q + o, arranged(c, ORDER), mask=o < KQ)
         sums = c.to(tl.int32)
     tl.store(scale + row, s)
