@@ -23,7 +23,7 @@ from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
 from .foreign import first_foreign
 from .header import MAX_HEADER, Entry, file_error, parse_json, read_header, readable, shown, without_gc
-from .records import IMPORT_FIRST, SAVE, Record, read_notes
+from .records import REMEDIES, SAVE, Record, read_notes
 from .values import build_weight, read_tensor
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ class Archive:
             self._check_index(index)
         # Because of these empty tensors, transformers without qcore does not treat the quantized weights as missing.
         parameters = (record.parameter for record in self.records.values())
-        guards = [name for name in (*self.records, *parameters, IMPORT_FIRST) if name in self.entries]
+        guards = [name for name in (*self.records, *parameters, *REMEDIES) if name in self.entries]
         self.guards = {name for name in guards if self.entries[name].shape == (0,)}
         known: set[object] = set()
         for record in self.records.values():

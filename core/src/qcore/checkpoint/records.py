@@ -38,6 +38,9 @@ SCHEMA = 2
 SAVE = "qcore.save"
 IMPORT_FIRST = "import qcore.hf, which reads these weights"
 """The name of an empty tensor that transformers without qcore reports as unexpected."""
+WRITE_CONFIG = "import qcore.hf, and write config.json with save_pretrained of the quantized model"
+"""The same for what `qcore.save` wrote, beside which there may be no description of the weights."""
+REMEDIES = (IMPORT_FIRST, WRITE_CONFIG)
 CALIBRATED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 """The names, after the layer's, of the scales and zero points that calibration found for it."""
 _FIELDS = {"format", "shape", "quantizer", "scheme"}

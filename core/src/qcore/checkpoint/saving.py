@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, quoted
 from ..formats import Format
 from ..formats.bits import has_values
+from ..runtime.companions import saving
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .header import NAMES, TensorSpec
-from .records import Record
+from .records import WRITE_CONFIG, Record
 from .writing import Aliases, Unit, guards, plan_shards, shard_limit, translate_os_errors, write_directory, write_file
 
 
@@ -51,6 +52,8 @@ def save(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
+    if saving(model_or_state) if isinstance(model_or_state, nn.Module) else not single:
+        units += guards(units, WRITE_CONFIG)
     with translate_os_errors(target):
         if single:
             write_file(target, units, aliases, lambda _: None)

@@ -97,13 +97,13 @@ class Aliases:
         return write_notes([*(unit.record for unit in held if unit.record), *tied], here, save)
 
 
-def guards(units: Iterable[Unit]) -> list[Unit]:
+def guards(units: Iterable[Unit], remedy: str = IMPORT_FIRST) -> list[Unit]:
     """Empty tensors that prevent transformers without `qcore.hf` from giving quantized weights random values.
 
-    One has the name of the first quantized weight, whose size transformers rejects; the other one's name says why.
+    One has the name of the first quantized weight, whose size transformers rejects; the other one's name is ``remedy``.
     """
     first = next((unit.record.parameter for unit in units if unit.record is not None), None)
-    names = () if first is None else (first, IMPORT_FIRST)
+    names = () if first is None else (first, remedy)
     return [Unit(f"{name} (guard)", (TensorSpec(name, torch.float16, (0,)),), _nothing) for name in names]
 
 

@@ -31,7 +31,7 @@ from ..checkpoint.loading import load_weights
 from ..checkpoint.matching import Swap
 from ..checkpoint.model_config import layer_settings
 from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.records import CALIBRATED, IMPORT_FIRST
+from ..checkpoint.records import CALIBRATED, REMEDIES
 from ..checkpoint.saving import described_state
 from ..errors import CheckpointError, FormatError, UnsupportedError, did_you_mean
 from ..model.streamed import StreamedPlan
@@ -140,7 +140,7 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         model._weight_conversions = []
         if not isinstance(self.quantization_config, QcoreConfig):  # that of another tool
             self.quantization_config = QcoreConfig()
-        self._describe(model)
+        self.describe(model)
         model.quantization_method = METHOD
         make_resizable(model)
         keep_place(model)
@@ -155,13 +155,13 @@ class QcoreQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         check_whole(model)
         if getattr(model, "_hf_peft_config_loaded", False):  # only the adapter is saved
             return None, {}
-        if not self._describe(model):
+        if not self.describe(model):
             return None, {}
         keep_place(model)
         model._weight_conversions = []  # as after loading
         return described_state(model, guarded=True)
 
-    def _describe(self, model: Any) -> bool:
+    def describe(self, model: Any) -> bool:
         """Describe all quantized layers in the model's configuration, and only there; returns whether there are any."""
         layers = _described(model)
         for part in model.modules():
@@ -393,7 +393,7 @@ def _unknown_to(model: Any, archive: Archive) -> set[str]:
     """The last parts of the names of stored tensors that transformers must not look for in the model."""
     stored = archive.plan.used if isinstance(archive, ImportedArchive) else set()
     own = {part for record in archive.records.values() for part in (record.name, *record.tensor_names)}
-    own |= {*archive.guards, IMPORT_FIRST} | {
+    own |= {*archive.guards, *REMEDIES} | {
         name for name in archive.plain_names() if name.rpartition(".")[2] in CALIBRATED
     }
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

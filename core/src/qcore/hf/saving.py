@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..nn.base import QuantizedModule
 from ..nn.neutral import NeutralLinear
-from ..runtime.companions import follow
+from ..runtime.companions import follow, read
 from .config import QcoreConfig
 from .placing import keep_place
 from .quantizer import QcoreQuantizer
@@ -39,6 +39,18 @@ def install() -> None:
     if not hasattr(PreTrainedModel, _NAME) and _NAME not in vars(PreTrainedModel):
         setattr(PreTrainedModel, _NAME, _OfLayers())
         follow(_keep_places)
+        read(_describe)
+
+
+def _describe(model: nn.Module) -> bool:
+    """Describe the layers in the model's configuration, which users may write beside what `qcore.save` wrote."""
+    if isinstance(model, PreTrainedModel):
+        own = getattr(model, _NAME, None)
+        if own is None and isinstance(getattr(model.config, "quantization_config", None), QcoreConfig):
+            own = QcoreQuantizer(QcoreConfig())  # its layers were quantized when it was saved before
+        if isinstance(own, QcoreQuantizer) and own.describe(model):
+            model.config.dtype = model.dtype  # transformers would take that of the first tensor, e.g. of scales
+    return any(isinstance(part, PreTrainedModel) for part in model.modules())
 
 
 def _keep_places(model: nn.Module) -> None:

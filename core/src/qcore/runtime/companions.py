@@ -8,6 +8,7 @@ from typing import Any
 
 _waiting: dict[str, Callable[[], None]] = {}
 _followers: list[Callable[[Any], None]] = []
+_readers: list[Callable[[Any], bool]] = []
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
@@ -32,3 +33,14 @@ def changed(model: Any) -> None:
     """Tell the libraries that layers of ``model`` were replaced by quantized ones."""
     for action in _followers:
         action(model)
+
+
+def read(is_read: Callable[[Any], bool]) -> None:
+    """Have `saving` call ``is_read`` with each model: it prepares the model, and says whether its library loads it."""
+    _readers.append(is_read)
+
+
+def saving(model: Any) -> bool:
+    """Tell the libraries that `qcore.save` writes ``model``; returns whether one of them may load what it writes."""
+    meet()
+    return any([is_read(model) for is_read in _readers])
