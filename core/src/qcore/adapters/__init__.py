@@ -3,9 +3,9 @@
 After the import `peft.get_peft_model` and `peft.PeftModel.from_pretrained` put LoRA over `qcore.nn.QuantizedLinear`,
 `QuantizedEmbedding` and `QuantizedConv2d`; peft treats other layers as before. Needs the extra ``peft``.
 
-The first quantized layer of a program that has imported peft imports this module.
+The first quantized layer of a program that has imported peft imports this module, by its name.
 
-May import: nn and the floors below it, and peft. Imported by: `qcore`, in that case. Users import it.
+May import: nn and the floors below it, and peft. Imported by: no package. Users import it.
 """
 
 from .layers import LoraConv2d, LoraEmbedding, LoraLinear, adopt_

@@ -3,8 +3,8 @@
 `compile_config` lets ``generate`` run its steps on a graph backend.
 
 Importing this module registers the quantization method ``"qcore"`` with transformers 5, and lets ``save_pretrained``
-write quantized layers; the first quantized layer of a program that has imported transformers imports it. May import:
-everything below the command line. Imported by: `qcore`, in that case. Users import it.
+write quantized layers; the first quantized layer of a program that has imported transformers imports it, by its
+name. May import: everything below the command line. Imported by: no package. Users import it.
 
 ```python
 import qcore.hf

@@ -43,4 +43,5 @@ def read(is_read: Callable[[Any], bool]) -> None:
 def saving(model: Any) -> bool:
     """Tell the libraries that `qcore.save` writes ``model``; returns whether one of them may load what it writes."""
     meet()
-    return any([is_read(model) for is_read in _readers])
+    answers = [is_read(model) for is_read in _readers]  # each prepares the model
+    return any(answers)
