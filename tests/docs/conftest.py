@@ -9,15 +9,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("plugin_page")  # it holds tests
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def qcore_alone():
-    """The pages show what qcore prints without plugins, whichever are installed where they are tested."""
+    """The pages show what qcore prints without plugins, whichever are installed where they are tested.
+
+    Afterwards they are back: tests of other folders may run next in this process.
+    """
     from qcore.discovery.registry import registry
 
     removed = {name: entry for name, entry in registry.entries().items() if entry.dist != "qcore"}
     for name in removed:
         registry.remove(name)
-    return removed
+    yield removed
+    registry.entries().update(removed)
+    registry.generation += 1
 
 
 @pytest.fixture
