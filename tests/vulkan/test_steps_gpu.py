@@ -341,6 +341,16 @@ def test_a_row_in_one_step(vulkan, monkeypatch, scheme, variant):  # noqa: F811
         assert_right(vulkan, drawn(scheme, 1, n, k, bias="same"))
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-g32-fzp", "w8a16-fzp", "w4a16-g16-fzp", "w4a16-g32-asym", "w8a8-fzp"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_in_one_step_keeps_what_is_not_finite(vulkan, monkeypatch, scheme, value):  # noqa: F811
+    size = vulkan.description.subgroup.size
+    only(monkeypatch, vulkan, lambda problem: RowGemv("gemv_row_dot", "a8" in scheme, 64, 2, 2, size))
+    asked = drawn(scheme, 1, 33, 256, bias="same")
+    asked.x[0, 37] = value
+    assert_right(vulkan, asked)
+
+
 @pytest.mark.parametrize("scheme", ["w4a8-g128", "w4a8-g32-asym", "w8a8-asym", "w8a8-fzp"])
 def test_a_row_that_is_quantized_in_its_product(vulkan, monkeypatch, scheme):  # noqa: F811
     kernel = RowGemv("gemv_row_dot", True, 128, 1, 1, vulkan.description.subgroup.size)

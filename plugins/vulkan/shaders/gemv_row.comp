@@ -163,7 +163,6 @@ void add_span(uint block, uint c, uint span) {
     float middle = BITS == 4u ? 8.0 : 0.0;
     if (CODES == 0u) {
         float sums[R];
-        float plain = 0.0;
         [[unroll]] for (uint r = 0u; r < R; ++r) sums[r] = 0.0;
         [[unroll]] for (uint h = span * STEPS; h < (span + 1u) * STEPS; ++h) {
             uvec4 from[R];
@@ -171,15 +170,15 @@ void add_span(uint block, uint c, uint span) {
             [[unroll]] for (uint i = 0u; i < 4u; ++i) {
                 uint at = block * 8u + h * 4u + i;
                 vec4 own = PROLOGUE == 0u ? x[at] : made[at];
-                if (ZERO == 2u) plain += dot(own, vec4(1.0));
-                [[unroll]] for (uint r = 0u; r < R; ++r)
-                    sums[r] += dot(own, floats(from[r][i], ZERO == 1u ? z[r] : middle));
+                [[unroll]] for (uint r = 0u; r < R; ++r) {
+                    vec4 weights = floats(from[r][i], ZERO == 1u ? z[r] : middle);
+                    // The whole weight first: an infinite x times its parts may be Inf and -Inf, whose sum is NaN.
+                    if (ZERO == 2u) weights = weights * scales[parameters + r] + z[r];
+                    sums[r] += dot(own, weights);
+                }
             }
         }
-        [[unroll]] for (uint r = 0u; r < R; ++r) {
-            acc[r] += scales[parameters + r] * sums[r];
-            if (ZERO == 2u) acc[r] += z[r] * plain;
-        }
+        [[unroll]] for (uint r = 0u; r < R; ++r) acc[r] += ZERO == 2u ? sums[r] : scales[parameters + r] * sums[r];
     } else {
         int sums[R];
         int ones = 0;
