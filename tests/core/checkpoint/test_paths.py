@@ -13,7 +13,7 @@ from torch import nn
 
 import qcore
 from qcore import CheckpointError
-from qcore.checkpoint import inspect, load_, quantize_checkpoint, save, staging
+from qcore.checkpoint import inspect, load_, quantize_checkpoint, save, staging, writing
 
 posix = pytest.mark.skipif(os.name != "posix", reason="names and links of POSIX")
 STATE = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
@@ -169,3 +169,50 @@ def test_targets_with_impossible_names(tmp_path):
         ):
             with pytest.raises(CheckpointError, match="cannot be written: File name too long"):
                 run(tmp_path / name)
+
+
+def side_files(root: Path, files: dict[str, str]) -> Path:
+    """A float checkpoint with further files; links into ``blobs``, as in the hub's cache."""
+    source, blobs = root / "snapshot", root / "blobs"
+    source.mkdir()
+    blobs.mkdir()
+    save({"a.weight": torch.ones(64, 64)}, source / "model.safetensors")
+    for i, (name, text) in enumerate(files.items()):
+        (blobs / str(i)).write_text(text)
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).symlink_to(blobs / str(i))
+    return source
+
+
+@posix
+def test_links_of_a_cache_are_copied_as_files(tmp_path):
+    source = side_files(tmp_path, {"tokenizer.json": "{}", "LICENSES/first.txt": "free"})
+    quantize_checkpoint(source, tmp_path / "own", "w8a16")
+    found = [tmp_path / "own" / name for name in ("tokenizer.json", "LICENSES/first.txt")]
+    assert [file.read_text() for file in found] == ["{}", "free"]
+    assert not any(file.is_symlink() for file in found)
+
+
+@posix
+@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("place", ["link to a folder", "link to a file", "file"])
+def test_nothing_outside_the_target_changes(tmp_path, monkeypatch, exchanged, place):
+    source = side_files(tmp_path, {"tokenizer.json": "new", "LICENSES/first.txt": "new"})
+    if not exchanged:
+        monkeypatch.setattr(writing, "can_be_replaced", lambda _: False)
+    target, outside = tmp_path / "own", tmp_path / "outside"
+    save({"a.weight": torch.ones(8, 64)}, target)
+    outside.mkdir()
+    for name in ("first.txt", "tokenizer.json"):
+        (outside / name).write_text("old")
+    if place == "link to a folder":
+        (target / "LICENSES").symlink_to(outside)
+    elif place == "link to a file":
+        (target / "LICENSES").symlink_to(outside / "first.txt")
+        (target / "tokenizer.json").symlink_to(outside / "tokenizer.json")
+    else:
+        (target / "LICENSES").write_text("old")
+    quantize_checkpoint(source, target, "w8a16", overwrite=True)
+    assert {file.name: file.read_text() for file in outside.iterdir()} == {"first.txt": "old", "tokenizer.json": "old"}
+    assert (target / "LICENSES" / "first.txt").read_text() == (target / "tokenizer.json").read_text() == "new"
+    assert not any(path.is_symlink() for path in target.rglob("*"))

@@ -324,7 +324,7 @@ class _DirectorySave:
         waiting = stage / _SIDE_FILES if (stage / _SIDE_FILES).is_dir() else stage
         for name in sorted(self.side_files, key=lambda name: name == CONFIG):
             if waiting / name != directory / name:
-                _replace(waiting / name, directory / name)
+                _replace(waiting / name, directory, Path(name))
         if waiting != stage:
             remove(waiting)
 
@@ -414,7 +414,13 @@ def _identity(path: Path) -> object:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _replace(source: Path, target: Path) -> None:
+def _replace(source: Path, directory: Path, name: Path) -> None:
+    """Rename a file to ``name`` in ``directory``, and nowhere else: links in the place of its folders are removed."""
+    for folder in reversed(name.parents):
+        place = directory / folder
+        if place != directory and (place.is_symlink() or place.is_file()):
+            remove(place)
+    target = directory / name
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir() and not target.is_symlink():
         remove(target)
