@@ -180,3 +180,19 @@ def test_a_pipe_with_the_name_of_a_file(tmp_path):
     os.mkfifo(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="neither"):
         qcore.load_(torch.nn.Linear(2, 2), tmp_path)
+
+
+# A layer that is the whole model: its tensors have no prefix.
+
+
+@pytest.mark.parametrize("case", [
+    "gptq_4_asym_v1_desc", "awq_gemm_asym_g128", "ct_w4a16_g128", "ct_w8a16", "ct_nvfp4a16", "fp8_block_ragged",
+    "hqq_4_axis1", "modelopt_nvfp4",
+])  # fmt: skip
+def test_a_layer_without_a_name(case, tmp_path):
+    layer = frozen(case)
+    tensors = {name.removeprefix(f"{layer.layer}."): tensor for name, tensor in layer.tensors.items()}
+    n, k = layer.shape
+    model = nn.Linear(k, n, bias="bias" in tensors)
+    qcore.load_(model, FrozenLayer("", tensors, layer.metadata, layer.rows).write(tmp_path))
+    assert layer.is_dense(model.weight.detach())

@@ -30,6 +30,7 @@ from .base import (
     Read,
     Source,
     group_size,
+    inside,
     int_format,
     plan_layers,
 )
@@ -85,7 +86,7 @@ def _layout(source: Source) -> str:
 
 def _parts(source: Source, layer: str) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """Names and shapes of the tensors of a layer, by part."""
-    names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales")}
+    names = {part: inside(layer, part) for part in ("qweight", "qzeros", "scales")}
     names = {part: name for part, name in names.items() if name in source.entries}
     if "qzeros" not in names and source.settings.get("zero_point") is not False:
         raise LayerRefused("it has no qzeros, although zero_point is not false")
@@ -147,7 +148,9 @@ def _add(
         return QTensor(to_plain(read(names["qweight"])), scale, zero, shape, format)
 
     dtype = source.entries[names["scales"]].dtype
-    plan.weights.append(ForeignWeight(f"{layer}.weight", shape, Scheme(format), tuple(names.values()), build, dtype))
+    plan.weights.append(
+        ForeignWeight(inside(layer, "weight"), shape, Scheme(format), tuple(names.values()), build, dtype)
+    )
 
 
 def _zero(unsigned: Tensor) -> Tensor | None:

@@ -37,6 +37,7 @@ from .base import (
     Source,
     check_dtypes,
     group_size,
+    inside,
     int_format,
     order_by_group,
     plan_layers,
@@ -79,7 +80,7 @@ class CompressedTensors:
             )
         plan = plan_layers(source.layers("weight_scale"), partial(_plan_layer, source, groups))
         used = plan.used
-        plan.dropped |= {name for name in source.entries if name.endswith(_UNUSED) and name not in used}
+        plan.dropped |= {name for name in source.entries if f".{name}".endswith(_UNUSED) and name not in used}
         return plan
 
 
@@ -112,7 +113,7 @@ _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weigh
 
 def _plan_layer(source: Source, groups: Groups, name: str, plan: Plan) -> None:
     group = groups.find(name)
-    names = {part: f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.entries}
+    names = {part: inside(name, part) for part in _PARTS if inside(name, part) in source.entries}
     layer = _Layer(source, name, group, names)
     _leave_out_zeros(layer, plan)
     _check_parts(layer)
@@ -123,7 +124,7 @@ def _plan_layer(source: Source, groups: Groups, name: str, plan: Plan) -> None:
     shape, format, build, dtype, ordered = planned
     scheme = activation_of(source, name, group, format, plan)
     sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
-    plan.weights.append(ForeignWeight(f"{name}.weight", shape, scheme, sources, build, dtype, ordered, factor))
+    plan.weights.append(ForeignWeight(inside(name, "weight"), shape, scheme, sources, build, dtype, ordered, factor))
 
 
 def _leave_out_zeros(layer: _Layer, plan: Plan) -> None:
@@ -215,7 +216,7 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
 
     Older versions of the tool leave the highest bits of a word empty; 0.20 packs all bits consecutively.
     """
-    name, most = f"{layer.name}.weight_shape", words * 32 // bits
+    name, most = inside(layer.name, "weight_shape"), words * 32 // bits
     entry = layer.source.entries.get(name)
     if entry is None:
         return most, False

@@ -34,6 +34,7 @@ from .base import (
     Source,
     calibrated,
     check_dtypes,
+    inside,
     plan_layers,
 )
 
@@ -69,14 +70,16 @@ class FP8:
         found = plan_layers(layers, partial(plan_fp8, source, block_size(source)))
         found.add(plan_layers(_fused_experts(source), partial(_plan_experts, source, block_size(source))))
         # The bound of fbgemm's activations, usually 1200, above which it clips.
-        found.dropped |= {name for name in source.entries if name.endswith((".input_scale_ub", *ATTENTION_PARAMETERS))}
+        found.dropped |= {
+            name for name in source.entries if f".{name}".endswith((".input_scale_ub", *ATTENTION_PARAMETERS))
+        }
         return found
 
 
 def _fused_experts(source: Source) -> Iterator[str]:
     for name in source.entries:
         parameter = name.removesuffix("_scale_inv")
-        if parameter != name and parameter in source.entries and not parameter.endswith(".weight"):
+        if parameter != name and parameter in source.entries and not f".{parameter}".endswith(".weight"):
             yield parameter
 
 
@@ -114,15 +117,15 @@ def block_size(source: Source) -> tuple[int, int] | None:
 
 def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Plan) -> None:
     """Plan a layer with ``weight`` e4m3fn (N, K), its scale, and one for its activations if they are static."""
-    weight = source.entries[f"{layer}.weight"]
-    name = next(f"{layer}.{scale}" for scale in _SCALES if f"{layer}.{scale}" in source.entries)
+    weight = source.entries[inside(layer, "weight")]
+    name = next(inside(layer, scale) for scale in _SCALES if inside(layer, scale) in source.entries)
     scale = source.entries[name]
     if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2:
         raise LayerRefused(f"its weight is {weight.dtype} of shape {weight.shape}; qcore reads float8_e4m3fn (N, K)")
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
     format = fp8_format(group, powers=scale.dtype in E8M0)
-    stored = [f"{layer}.{part}" for part in _STATIC if f"{layer}.{part}" in source.entries]
+    stored = [inside(layer, part) for part in _STATIC if inside(layer, part) in source.entries]
     kind = source.settings.get("activation_scheme")
     static = stored[0] if stored and kind != "dynamic" else None
     activation = StaticFP8() if static else DynamicFP8(group)
@@ -133,7 +136,12 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
 
     plan.weights.append(
         ForeignWeight(
-            f"{layer}.weight", (n, k), Scheme(format, activation=activation), (weight.name, name), build, scale.dtype
+            inside(layer, "weight"),
+            (n, k),
+            Scheme(format, activation=activation),
+            (weight.name, name),
+            build,
+            scale.dtype,
         )
     )
     if static:
@@ -175,4 +183,4 @@ def input_scale(source: Source, layer: str, name: str) -> ForeignTensor:
         part, shape = name.rpartition(".")[2], source.entries[name].shape
         raise LayerRefused(f"its {part} has shape {shape}; qcore takes one scale per tensor")
     check_dtypes(source, {"input_scale": name}, input_scale=FLOAT_SCALES)
-    return calibrated(f"{layer}.input_scale", torch.float32, name)
+    return calibrated(inside(layer, "input_scale"), torch.float32, name)

@@ -31,6 +31,7 @@ from .base import (
     Source,
     check_dtypes,
     group_size,
+    inside,
     int_format,
     order_by_group,
     plan_layers,
@@ -125,7 +126,7 @@ def _layer_settings(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> None:
-    names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
+    names = {part: inside(layer, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
     names = {part: name for part, name in names.items() if name in source.entries}
     if "qzeros" not in names:
         raise LayerRefused("it has no qzeros")
@@ -153,7 +154,9 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
         return QTensor(data, read(names["scales"]), zero, (n, k), format, order=order)
 
     plan.weights.append(
-        ForeignWeight(f"{layer}.weight", (n, k), Scheme(format), tuple(names.values()), build, dtype, order is not None)
+        ForeignWeight(
+            inside(layer, "weight"), (n, k), Scheme(format), tuple(names.values()), build, dtype, order is not None
+        )
     )
 
 
