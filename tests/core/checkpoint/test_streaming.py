@@ -370,3 +370,19 @@ def test_names_that_belong_to_a_weight_of_another_tool(tmp_path):
     with pytest.raises(CheckpointError, match=r"'w\.qweight': the name belongs to"):
         qcore.convert(tmp_path / "in", tmp_path / "out", "gptq")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("config", "name", "shape", "assumed"), [
+    (None, "h.0.attn.c_proj.weight", (64, 64), True), (None, "weight", (64, 64), True),
+    (None, "h.0.attn.c_proj.weight", (64, 96), False), (None, "up.weight", (64, 64), False),
+    ({"model_type": "llama"}, "weight", (64, 64), False), ({"model_type": "gpt2"}, "c_fc.weight", (64, 64), False),
+])  # fmt: skip
+def test_a_square_weight_that_may_be_turned_is_noted(tmp_path, config, name, shape, assumed):
+    """That of a Conv1D is (K, N), which neither a square shape nor a file without a configuration says."""
+    save({name: torch.randn(shape)}, tmp_path / "source")
+    if config:
+        (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    (row,) = quantize_checkpoint(tmp_path / "source", tmp_path / "out", "w8a16")
+    assert row.action == "quantized"
+    assert row.reason.startswith("w8a16")
+    assert ("taken as (N, K)" in row.reason) == assumed

@@ -51,6 +51,8 @@ _WEIGHT_FILES = {
 _WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
 """Models of transformers with transposed linear layers, whose float weights are (K, N), and the names of these."""
+_ASSUMED = "taken as (N, K): without the model's config.json, nothing tells it from a Conv1D's (K, N)"
+"""Of square weights: the shapes of others say, when they are loaded, whether they fit."""
 _SIDE_FILE = re.compile(
     r".*\.(json|jinja|model|tiktoken|spm|bpe|vocab|codes|png|jpe?g|svg|webp|gif|pyc)|(merges|vocab|special_tokens|dict)\.txt"
     r"|(README|LICEN[SC]E|NOTICE|COPYING|CITATION|MODEL_CARD|USE_POLICY|THIRD_PARTY|\w*TERMS).*"
@@ -139,8 +141,10 @@ def quantize_checkpoint(
         return run.rows
 
 
-def _has_conv1d(config: Mapping[str, Any]) -> bool:
-    """Whether a model of transformers, or a part of it, has transposed linear layers."""
+def _has_conv1d(config: Mapping[str, Any]) -> bool | None:
+    """Whether a model of transformers, or a part of it, has transposed linear layers; None without a configuration."""
+    if not config:
+        return None
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
     return any(str(part.get("model_type")) in _WITH_CONV1D for part in parts)
 
@@ -228,10 +232,16 @@ def _why_refused(entry: Entry, experts: StoredExperts | None) -> str:
     return "" if all(entry.shape) else "it is empty"
 
 
+def _may_be_conv1d(entry: Entry) -> bool:
+    """Whether neither shape nor name excludes a Conv1D; a layer that is the whole model has no name."""
+    square = len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
+    return square and (entry.name == "weight" or _CONV1D.search(entry.name) is not None)
+
+
 class _QuantizeRun:
     """One run of `quantize_checkpoint`: creates the units, collects the report and reports progress."""
 
-    def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress, conv1d: bool) -> None:
+    def __init__(self, archive: Archive, plan: _CheckpointPlan, tell: Progress, conv1d: bool | None) -> None:
         self.archive, self.plan, self.tell, self.conv1d = archive, plan, tell, conv1d
         self.rows: list[TensorReport] = []
         self.sizes: dict[str, int] = {}
@@ -249,6 +259,8 @@ class _QuantizeRun:
         else:
             made = self._experts(entry, decided) if entry.name in self.plan.experts else self._quantized(entry, decided)
             unit, action, reason = made, QUANTIZED, str(decided)
+            if self.conv1d is None and _may_be_conv1d(entry):
+                reason = f"{reason}; {_ASSUMED}"
         self.sizes[unit.name] = entry.nbytes
         self.rows.append(TensorReport(entry.name, entry.shape, action, reason, entry.nbytes, unit.nbytes))
         return unit
