@@ -93,15 +93,3 @@ def test_a_configuration_written_too_early(tmp_path, caplog):
     qcore.quantize_(model, "w8a16")
     qcore.save(model, tmp_path)
     assert "write config.json with save_pretrained of the quantized model" in refusal(tmp_path, caplog)
-
-
-def test_a_state_dict(tmp_path, caplog):
-    """It does not say whose it is: the configuration cannot be described, but no random weight is taken for it."""
-    model = built("llama")
-    qcore.quantize_(model, "w8a16")
-    qcore.save(model.state_dict(), tmp_path)
-    model.config.save_pretrained(tmp_path)
-    assert "write config.json with save_pretrained of the quantized model" in refusal(tmp_path, caplog)
-    fresh = built("llama")
-    qcore.load_(fresh, tmp_path)
-    assert torch.equal(outputs(fresh), outputs(model))

@@ -52,7 +52,7 @@ def save(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
-    if saving(model_or_state) if isinstance(model_or_state, nn.Module) else not single:
+    if isinstance(model_or_state, nn.Module) and saving(model_or_state):
         units += guards(units, WRITE_CONFIG)
     with translate_os_errors(target):
         if single:
