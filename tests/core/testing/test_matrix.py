@@ -25,7 +25,7 @@ def test_table_summary_and_files(small, capsys, tmp_path):
     assert "seed 7" in out[0]
     (row,) = [line for line in out if line.startswith("embedding ")]
     assert "w8a16" in row
-    assert "✓ plain.embedding 51/51" in row
+    assert "✓ plain.embedding 54/54" in row
     passed, failed, skipped = (int(word) for word in out[-1].replace(",", "").split()[::2])
     assert passed > 39
     assert failed == 0
