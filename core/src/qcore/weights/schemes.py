@@ -66,6 +66,15 @@ _GRAMMAR = (
     "w4|w8|wELEMENT a16|a8|afp8 [-gGROUP] [-asym|-fzp] [-e8m0|-e4m3|-e4m3d] "
     "[-aasym|-static[(SCALE,ZERO)]|-token] [-o8[(SCALE,ZERO)]|-o8t] [@QUANTIZER] [/LAYOUT]"
 )
+_EXAMPLES = ("w8a16", "w8a8", "w4a16-g128", "w4a16-g32-asym", "w4a8-g32", "w8a8-static", "wfp8afp8", *SHORT_NAMES)
+_GROUPED = tuple(f"w{bits}a16-g{group}{zero}" for bits in (4, 8) for group in (32, 64, 128) for zero in ("", "-asym"))
+_OTHER_WORDS = {
+    **dict.fromkeys(("w4", "int4", "4bit", "4-bit"), "w4a16-g128"),
+    **dict.fromkeys(("w8", "int8", "8bit", "8-bit"), "w8a16"),
+    "fp8": "wfp8a16",
+    "fp4": "mxfp4",
+}
+"""What people write for a scheme, and a scheme that they most likely mean."""
 _NUMBERS = r"(\((?P<{0}_scale>[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)(,(?P<{0}_zero>-?[0-9]{{1,3}}))?\))?"
 _TEXT = re.compile(
     r"w(?P<element>[a-z0-9_]+?)a(?P<abits>16|8|fp8)(?![a-z0-9_])(-g(?P<group>[0-9]{1,18}))?(-(?P<zero>asym|fzp))?"
@@ -217,10 +226,25 @@ def _output(parts: dict[str, str | None]) -> OutputInt8 | None:
 
 
 def _unreadable(text: object, why: str = "") -> FormatError:
-    known = (*SCHEMES, *TABLE_SCHEMES, *SHORT_NAMES)
-    hint = did_you_mean(text, known) if isinstance(text, str) else ""
     return FormatError(
-        f"cannot read the scheme {quoted(text)}.{hint}\n"
+        f"cannot read the scheme {quoted(text)}.{_suggestion(text) if isinstance(text, str) else ''}\n"
         + (f"{why}\n" if why else "")
-        + f"The syntax of a scheme is {_GRAMMAR} without spaces;\nfor example {', '.join(known)}."
+        + f"The syntax of a scheme is {_GRAMMAR} without spaces;\nfor example {', '.join(_EXAMPLES)}."
     )
+
+
+def _suggestion(text: str) -> str:
+    """The text as it would be spelled correctly, if it is a scheme then; else the most similar scheme."""
+    word = text.strip().lower()
+    for spelled in (_OTHER_WORDS.get(word, word), word.replace("_", "-")):
+        if spelled != text and _is_readable(spelled):
+            return f" Did you mean {spelled!r}?"
+    return did_you_mean(word, (*SCHEMES, *_GROUPED, *TABLE_SCHEMES, *SHORT_NAMES))
+
+
+def _is_readable(text: str) -> bool:
+    try:
+        Scheme.parse(text)
+    except FormatError:
+        return False
+    return True
