@@ -6,7 +6,10 @@ It stands outside the package ``qcore``, whose import brings torch. (So does ``p
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
+import threading
 
 _TEXTS = {"-h", "--help", "--version"}
 """Arguments after which argparse prints something and ends: no command runs, so nothing of torch is needed."""
@@ -16,9 +19,23 @@ def main() -> int:
     """Run the command and return its exit code."""
     if _TEXTS.intersection(sys.argv[1:]) and "--" not in sys.argv:
         _leave_package_unexecuted()
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # neither ignored nor the caller's own
+    stoppable = is_default and threading.current_thread() is threading.main_thread()
+    if stoppable:
+        signal.signal(signal.SIGINT, _stop)
     from qcore.cli import main as run
 
+    if stoppable:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
+
+
+def _stop(_number: int, _frame: object) -> None:
+    """End the process: numpy and torch survive a KeyboardInterrupt in their import, and fail later."""
+    if sys.stderr is not None:  # a process without a console has none
+        sys.stderr.write("stopped\n")
+        sys.stderr.flush()
+    os._exit(130)
 
 
 def _leave_package_unexecuted() -> None:

@@ -10,7 +10,7 @@ import pytest
 from grids import sampled
 
 from qcore.cli import app
-from qcore.cli.output import FAILED, OK, WRONG_USAGE
+from qcore.cli.output import FAILED, INTERRUPTED, OK, WRONG_USAGE
 from qcore.resolving import offers, resolver
 
 SMALL = ("--n", "64", "--k", "128", "--rows", "1,3", "--seconds", "0.001")
@@ -132,6 +132,16 @@ def test_the_entry_point_runs_commands(model):
         )
         assert done.returncode == expected, done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    # A dataclass's methods are text that is executed, too.
+    stand_in = 'exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")\n'
+    (tmp_path / "torch.py").write_text(stand_in, encoding="utf-8")
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += f"; sys.path.insert(0, {str(tmp_path)!r}); from qcore_command import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "plugins"], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "stopped\n")
 
 
 @pytest.mark.parametrize(
