@@ -4,13 +4,14 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import importlib_metadata
 import pytest
 from grids import sampled
 
 from qcore.cli import app
-from qcore.cli.output import FAILED, INTERRUPTED, OK, WRONG_USAGE
+from qcore.cli.output import FAILED, INTERRUPTED, OK, UNREAD, WRONG_USAGE
 from qcore.resolving import offers, resolver
 
 SMALL = ("--n", "64", "--k", "128", "--rows", "1,3", "--seconds", "0.001")
@@ -188,9 +189,20 @@ def test_ctrl_c(run, monkeypatch):
 
 
 def test_a_reader_that_leaves_is_no_accident(tmp_path):
-    command = f"{sys.executable} -m qcore plugins | true"
-    done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr == ""
+    command = [sys.executable, "-m", "qcore", "plugins"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as ended:
+        ended.stdout.close()
+        assert ended.stderr.read() == ""
+    assert ended.returncode == UNREAD
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written(tmp_path):
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "qcore", "plugins"]
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == WRONG_USAGE
+    assert done.stderr.startswith("qcore: standard output cannot be written: No space left on device.\n")
 
 
 def test_explain_exits_with_1_where_nobody_serves(run, monkeypatch):

@@ -51,7 +51,7 @@ def test_writes_no_half_package(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(scaffold, "_move_into_place", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(QcoreError, match=r"new: cannot be written: no space left\."):
         scaffold.write({"a/b": "text"}, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
@@ -62,6 +62,14 @@ def test_overwrites_nothing(run, tmp_path):
     assert code == WRONG_USAGE
     assert "not an empty directory" in err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_says_where_it_cannot_write(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run("new-plugin", "acme", "--directory", tmp_path / "file" / "acme")
+    assert code == WRONG_USAGE
+    assert err.startswith(f"qcore: {tmp_path / 'file' / 'acme'}: cannot be written: ")
+    assert "--directory" in err
 
 
 def test_fills_an_empty_directory(run_json, tmp_path, monkeypatch):

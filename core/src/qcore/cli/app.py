@@ -13,7 +13,16 @@ from .. import _version
 from ..errors import QcoreError
 from . import bench, conformance, convert, doctor, explain, inspect, new_plugin, plugins, quantize, tune
 from .arguments import Parser
-from .output import FAILED, INTERRUPTED, WRONG_USAGE, any_text_printed, plain_warnings, show, stdout_kept_clean
+from .output import (
+    INTERRUPTED,
+    UNREAD,
+    WRONG_USAGE,
+    CommandResult,
+    any_text_printed,
+    plain_warnings,
+    show,
+    stdout_kept_clean,
+)
 
 _COMMANDS: tuple[Any, ...] = (
     doctor,
@@ -28,7 +37,9 @@ _COMMANDS: tuple[Any, ...] = (
     new_plugin,
 )
 
-_EXIT_CODES = "exit codes: 0 done; 1 a check failed; 2 wrong usage or bad input; 130 stopped with Ctrl-C"
+_EXIT_CODES = """\
+exit codes: 0 done; 1 a check failed; 2 wrong usage or bad input;
+130 stopped with Ctrl-C; 141 the reader of the output has ended"""
 _EXAMPLE = """\
 examples:
   qcore doctor
@@ -100,15 +111,14 @@ def _run(parsed: argparse.Namespace) -> int:
         with plain_warnings():
             with stdout_kept_clean(parsed.json):
                 result = parsed.run(parsed)
-            show(result, parsed.json)
-            sys.stdout.flush()
+            _print(result, parsed.json)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe, as in `qcore plugins | head -1`; buffered output must not be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return UNREAD
     except (QcoreError, OSError) as error:
         return _report(error, parsed.debug)
     except (MemoryError, RuntimeError) as error:
@@ -118,6 +128,17 @@ def _run(parsed: argparse.Namespace) -> int:
             error, parsed.debug, "there is not enough memory.\nUse smaller sizes, or a machine with more memory."
         )
     return int(result.code)
+
+
+def _print(result: CommandResult, as_json: bool) -> None:
+    try:
+        show(result, as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        what = f"standard output cannot be written: {error.strerror or error}."
+        raise QcoreError(f"{what}\nThe command has done its work; only its output is lost.") from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

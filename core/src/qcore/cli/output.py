@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; a check failed; wrong usage or bad input; Ctrl-C."""
+OK, FAILED, WRONG_USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+"""Exit codes: done; a check failed; wrong usage or bad input; Ctrl-C; the output's pipe was closed (128 + SIGPIPE)."""
 
 STYLES = {
     "available": "green",

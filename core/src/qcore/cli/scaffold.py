@@ -97,6 +97,14 @@ def write(texts: dict[str, str], directory: Path) -> None:
     """Write all files or none; raises `QcoreError` unless ``directory`` is missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise QcoreError(f"{directory} exists and is not an empty directory.\nChoose another one with --directory.")
+    try:
+        _write(texts, directory)
+    except OSError as error:
+        what = f"{directory}: cannot be written: {error.strerror or error}."
+        raise QcoreError(f"{what}\nChoose another directory with --directory.") from error
+
+
+def _write(texts: dict[str, str], directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".qcore-new-", dir=directory.parent))
     try:
