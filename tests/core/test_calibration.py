@@ -102,8 +102,18 @@ def test_values_that_are_not_finite_name_the_layer(value):
 def test_a_layer_that_saw_nothing_is_named():
     with pytest.raises(FormatError, match="layer 'unused' saw no input"):
         calibrate(Model(), {"unused": STATIC}, [X])
-    with pytest.raises(FormatError, match="layer 'fc' saw no input"):
-        calibrate(Model(), {"fc": STATIC}, [])
+
+
+def test_a_generator_that_is_used_up_is_named():
+    batches = iter([X])
+    calibrate(Model(), {"fc": STATIC}, batches)
+    with pytest.raises(FormatError, match=r"holds no batches.\nA generator runs only once"):
+        calibrate(Model(), {"fc": STATIC}, batches)
+
+
+def test_a_single_batch_is_no_list_of_batches():
+    with pytest.raises(FormatError, match=r"a single batch, with 'x'.\nPut a single batch into a list"):
+        calibrate(Model(), {"fc": STATIC}, {"x": X})
 
 
 def test_an_embedding_needs_no_calibration():

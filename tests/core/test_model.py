@@ -137,6 +137,12 @@ def test_a_pattern_that_matches_nothing_warns_with_a_suggestion(kind):
     assert caught[0].filename == __file__
 
 
+def test_a_model_without_layers_warns_of_no_pattern():
+    with pytest.warns(QcoreWarning, match="the model has no layer with a weight; qcore quantizes Linear") as caught:
+        assert not list(qcore.quantize_(nn.Sequential(nn.ReLU()), "w8a16"))
+    assert [str(warning.message).count("pattern") for warning in caught] == [0]
+
+
 def test_quantizing_twice_says_so():
     model = Net()
     qcore.quantize_(model, "w8a16")

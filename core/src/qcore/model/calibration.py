@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import FormatError
+from ..errors import FormatError, quoted
 from ..nn.conv2d import im2col
 from ..weights.activations import StaticFP8, StaticInt8, fp8_static_from_range, static_from_range
 from ..weights.schemes import Scheme
@@ -134,18 +135,27 @@ def _run(model: nn.Module, calibration: Calibration) -> None:
     if callable(calibration):
         calibration(model)
         return
-    try:
-        batches = iter(calibration)
-    except TypeError:
-        what = f"calibration is {calibration!r}; it must be batches or a function of the model."
-        raise FormatError(f"{what}\nPut a single batch into a list: calibration=[batch].") from None
-    for batch in batches:
+    count = 0
+    for count, batch in enumerate(_batches(calibration), 1):  # noqa: B007 - read after the loop
         if isinstance(batch, Mapping):
             model(**batch)
         elif isinstance(batch, (tuple, list)):
             model(*batch)
         else:
             model(batch)
+    if not count:
+        how = "A generator runs only once: make it again, or pass a list."
+        raise FormatError(f"calibration holds no batches.\n{how}")
+
+
+def _batches(calibration: Any) -> Iterator[Any]:
+    what = f"calibration is {quoted(calibration)}; it must be batches or a function of the model."
+    if isinstance(calibration, Mapping):
+        what = f"calibration is a single batch, with {', '.join(map(quoted, calibration))}."
+    else:
+        with contextlib.suppress(TypeError):
+            return iter(calibration)
+    raise FormatError(f"{what}\nPut a single batch into a list: calibration=[batch].")
 
 
 def _with_parameters(name: str, scheme: Scheme, found: _InputObserver) -> Scheme:

@@ -96,7 +96,8 @@ def _calibration_shown(calibration: Calibration | None, progress: ProgressChoice
 
     If ``progress`` is a function, it counts layers only.
     """
-    total = 0 if calibration is None or callable(calibration) else length_hint(calibration)
+    uncounted = calibration is None or callable(calibration) or isinstance(calibration, Mapping)
+    total = 0 if uncounted else length_hint(calibration)
     if not total or callable(progress):
         yield calibration
         return

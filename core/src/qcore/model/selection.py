@@ -123,8 +123,12 @@ class Selection:
         return (*self.exclude, *(self.include or ()), *(pattern for pattern, _ in self.rules))
 
     def warn_about_typos(self, names: Iterable[str], stacklevel: int) -> None:
-        """Warn about patterns that match no name, which are most likely typos."""
+        """Warn about patterns that match no name, which are most likely typos, or that there are no names."""
         known = list(names)
+        if not known:
+            what = "the model has no layer with a weight; qcore quantizes Linear, Conv2d, Embedding and fused experts."
+            warnings.warn(what, QcoreWarning, stacklevel=stacklevel)
+            return
         for pattern in self.patterns:
             if _first_match((pattern,), known) is None:
                 hint = did_you_mean(pattern, known)
