@@ -260,3 +260,13 @@ def test_the_place_of_a_fault_at_real_sizes_is_exact(add, monkeypatch):
     place = re.search(r"sampled: at \((\d+), (\d+)\)", reason)
     assert state == "failed"
     assert int(place[2]) == size - 1
+
+
+def test_what_a_kernel_raises_has_its_line(add):
+    def broken(self, x, packed, bias, **given):
+        return torch.matmul(x, packed["nothing"])
+
+    name = add(__call__=broken)
+    (found,) = testing.run(name, select=["linear[w8a16-float32-rows-1]"], **LINEAR).cases
+    line = broken.__code__.co_firstlineno + 1
+    assert found.reason.endswith(f"its call raised KeyError: 'nothing' (in broken, test_broken_inputs.py:{line})")

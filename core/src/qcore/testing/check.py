@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,7 +75,7 @@ def outcome_of(target: Target, kernel: Kernel, prepared: PreparedCase, here: Pro
     except BrokenLawError as broken:
         return float("inf") if broken.fault.law == "results" else 0.0, broken.fault
     except Guarded as error:  # an accelerator may report an error only when its result is fetched
-        return 0.0, Fault("raises", f"{type(error).__name__}: {first_lines(error)}")
+        return 0.0, Fault("raises", described_error(error))
 
 
 def try_kernel(target: Target, kernel: Kernel, prepared: PreparedCase, here: Problem) -> float:
@@ -219,7 +223,23 @@ def guarded(law: str, what: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Guarded as error:
-        raise BrokenLawError(law, f"{what} raised {type(error).__name__}: {first_lines(error)}") from error
+        raise BrokenLawError(law, f"{what} raised {described_error(error)}") from error
+
+
+def described_error(error: BaseException) -> str:
+    """Return an exception's type and text, and the innermost line of the plugin: ``(in w8a16, kernels.py:27)``."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_plugins(frame.filename)]
+    where = f" (in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_lines(error)}{where}"
+
+
+_OTHERS = (*(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)), "<")
+"""Where the files of qcore and torch begin, and the names of code without a file."""
+
+
+def _is_plugins(file: str) -> bool:
+    of_python = file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
+    return not of_python and not file.startswith(_OTHERS)
 
 
 def first_lines(error: BaseException, most: int = 400) -> str:

@@ -25,7 +25,7 @@ from ...errors import FormatError
 from ...formats import registered_elements
 from ...weights.schemes import Scheme
 from ..case_selection import PreparedCase
-from ..check import BrokenLawError, described, first_lines, guarded, inputs_unchanged, pack_and_check
+from ..check import BrokenLawError, described, described_error, guarded, inputs_unchanged, pack_and_check
 from ..results import Outcome, Result
 from ..target import Target
 
@@ -222,7 +222,7 @@ def check_law(target: Target, samples: Samples, item: LawItem) -> Result:
     except BrokenLawError as broken:
         outcome, reason = Outcome.FAILED, broken.fault.text
     except Guarded as error:  # an accelerator may report an error only when its result is fetched
-        outcome, reason = Outcome.FAILED, f"raised {type(error).__name__}: {first_lines(error)}"
+        outcome, reason = Outcome.FAILED, f"raised {described_error(error)}"
     seconds = time.perf_counter() - start
     return Result(item.id, item.law.name, item.contract, item.scheme, outcome, reason, seconds=seconds)
 
