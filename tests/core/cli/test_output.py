@@ -61,6 +61,18 @@ def test_colours_on_a_terminal(on_terminal):
     assert "\x1b[31mbroken" in text
 
 
+def test_a_narrow_terminal_cuts_no_cell(on_terminal):
+    reason = "plain torch ops, " * 10
+    wide = Table(("tensor", "scheme", "why"), [("model.layers.0.self_attn.q_proj.weight" * 2, "w4a16-g32", reason)])
+    narrow = Table(("plugin", "why"), [("torch", reason)])
+    terminal = on_terminal()
+    show(CommandResult(None, [wide, narrow]), as_json=False)
+    printed = terminal.getvalue()
+    assert wide.plain() in printed
+    assert "\u2026" not in printed
+    assert narrow.plain() not in printed  # its last column wraps
+
+
 def test_a_dumb_terminal_is_none(on_terminal, monkeypatch):
     terminal = on_terminal()
     monkeypatch.setenv("TERM", "dumb")

@@ -16,6 +16,9 @@ from typing import Any, TextIO
 OK, FAILED, WRONG_USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 """Exit codes: done; a check failed; wrong usage or bad input; Ctrl-C; the output's pipe was closed (128 + SIGPIPE)."""
 
+_WRAPPED, _GAP = 20, 3
+"""The least width of a column that wraps, and the space between columns of rich."""
+
 STYLES = {
     "available": "green",
     "selected": "green",
@@ -49,6 +52,14 @@ class Table:
         widths = {i: max(len(row[i]) for row in rows) for i in self.right}
         padded = [[cell.rjust(widths.get(i, 0)) for i, cell in enumerate(row)] for row in rows]
         return "\n".join(format_table(padded[0], padded[1:]))
+
+    def least_width(self) -> int:
+        """The width that `rich` needs to show every cell whole: its last column wraps."""
+        from rich.cells import cell_len
+
+        rows = [tuple(self.header), *(tuple(row) for row in self.rows)]
+        widths = [max(cell_len(row[i]) for row in rows) for i in range(len(self.header))]
+        return sum(widths[:-1]) + min(widths[-1], _WRAPPED) + _GAP * len(widths)
 
     def rich(self) -> Any:
         """The table as a `rich.table.Table`."""
@@ -131,10 +142,10 @@ def _show_rich(result: CommandResult) -> None:
 
     console = Console(highlight=False)
     for block in result.blocks:
-        if isinstance(block, Table):
+        if isinstance(block, Table) and block.least_width() <= console.width:
             console.print(block.rich())
-        else:
-            console.print(block, markup=False, soft_wrap=True)
+        else:  # the terminal wraps long lines; rich would cut the cells, and leave columns out
+            console.print(block.plain() if isinstance(block, Table) else block, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
