@@ -279,6 +279,15 @@ def test_tied_weights(to, tmp_path):
     assert torch.equal(again.head.weight.dequantize(torch.float32), net.up.weight.dequantize(torch.float32))
 
 
+def test_names_that_do_not_fit_the_format(tmp_path):
+    with pytest.raises(qcore.CheckpointError, match=r"out: GGUF is written as one file.*\nPass 'out\.gguf'"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "gguf")
+    with pytest.raises(qcore.CheckpointError, match=r"named like a GGUF file, and to is 'awq'.*\n.*to='gguf'"):
+        qcore.convert(tmp_path / "in", tmp_path / "out.gguf", "awq")
+    with pytest.raises(qcore.CheckpointError, match=r"ONNX is written in float32.*\nLeave dtype"):
+        qcore.convert(tmp_path / "in", tmp_path / "out", "onnx", dtype=torch.float16)
+
+
 def test_what_cannot_be_converted(tmp_path):
     save_file({"a.weight": torch.ones(8, 8)}, tmp_path / "float.safetensors")
     with pytest.raises(qcore.CheckpointError, match="not quantized"):

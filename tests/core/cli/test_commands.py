@@ -149,7 +149,10 @@ def test_ctrl_c_while_torch_is_imported(tmp_path):
     ("line", "code", "text"),
     [
         ("", WRONG_USAGE, "required: COMMAND"),
-        ("expplain", WRONG_USAGE, "invalid choice"),
+        ("expplain", WRONG_USAGE, "Did you mean 'explain'?"),
+        ("quantise a b", WRONG_USAGE, "Did you mean 'quantize'?"),
+        ("explain w8a16 --contract linaer", WRONG_USAGE, "Did you mean 'linear'?"),
+        ("report", WRONG_USAGE, "invalid choice: 'report'"),
         ("explain", WRONG_USAGE, "SCHEME"),
         ("explain w4a16-g12x", WRONG_USAGE, "Did you mean 'w4a16-g128'?"),
         ("explain w8a16 --dtype int3", WRONG_USAGE, "bfloat16"),

@@ -135,12 +135,16 @@ def _check_form(target: Path, to: str, dtype: torch.dtype | None) -> None:
         raise CheckpointError(f"to is {str(to)[:64]!r}; it must be one of {', '.join(target_names())}.{hint}")
     if dtype is not None and dtype not in FLOAT_SCALES:
         raise CheckpointError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
-    if (target.suffix == GGUF_SUFFIX) != (to == GGUF):
-        raise file_error(target, f"to is {to!r}.", "Use a name that ends in .gguf for gguf, and only for gguf.")
+    if to == GGUF and target.suffix != GGUF_SUFFIX:
+        name = f"{target.name}{GGUF_SUFFIX}"
+        raise file_error(target, "GGUF is written as one file, whose name ends in .gguf.", f"Pass {name!r}.")
+    if target.suffix == GGUF_SUFFIX and to != GGUF:
+        raise file_error(target, f"it is named like a GGUF file, and to is {to!r}.", "Pass another name, or to='gguf'.")
     if target.suffix == ONNX_SUFFIX and to not in ONNX:
         raise file_error(target, f"to is {to!r}.", "A target that ends in .onnx requires to='onnx' or 'onnx-qdq'.")
     if to in ONNX and dtype not in (None, torch.float32):
-        raise CheckpointError(f"dtype is {dtype}; ONNX is written in float32, which holds the scales exactly.")
+        what = f"dtype is {dtype}; ONNX is written in float32, which holds the scales exactly."
+        raise CheckpointError(f"{what}\nLeave dtype (--dtype) out.")
     if target.suffix == ".safetensors" and to != OWN:
         raise file_error(target, f"a checkpoint for {to} needs a config.json next to it.", "Pass a directory.")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import Any, NoReturn
+
+from ..errors import did_you_mean
 
 _DTYPES = {
     "float32": "float32",
@@ -37,8 +39,11 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that rejects repeated options, except for options declared repeatable."""
+    """A parser that rejects repeated options, except for options declared repeatable, and suggests similar names."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -50,6 +55,12 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         found.__dict__.pop(_GIVEN, None)
         return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """As in `argparse.ArgumentParser`, with a suggestion if an unknown name is similar to a known one."""
+        found = _CHOICE.search(message)
+        names = [name.strip("' ") for name in found[2].split(",")] if found else []
+        super().error(message + (did_you_mean(found[1], names) if found else ""))
 
 
 def dtype(text: str) -> Any:
