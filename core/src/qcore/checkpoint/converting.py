@@ -303,7 +303,7 @@ class _Run:
             lines = "\n".join(f"  {name}: {reason}." for name, reason in refused.items())
             raise CheckpointError(
                 f"{self.archive.path}: {len(refused)} of {len(self.archive.records)} weights cannot be written as {to} "
-                f"exactly:\n{lines}\nConvert to another format, or pass a dtype to round scales to it."
+                f"exactly:\n{lines}\nConvert to another format, or pass a dtype to round scales to it (--dtype fp16)."
             )
         return units
 
