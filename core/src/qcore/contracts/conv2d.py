@@ -166,8 +166,6 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("one-pixel", (1, 6, 1, 1), 4, (3, 3), padding=(1, 1), bias=True),
     _Shape("narrow", (2, 1, 8, 1), 4, (5, 4), stride=(1, 2), padding=(2, 2), bias=True),
     _Shape("padding-only", (2, 1, 5, 2), 6, (2, 2), padding=(1, 2), dilation=(1, 3), bias=True),
-    _Shape("any-1", (0, 0, 0, 0), 0, (1, 1), bias=True),
-    _Shape("any-2", (0, 0, 0, 0), 0, (1, 1), weights="codes"),
     _Shape("strided-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="strided"),
     _Shape("expanded-parts", (2, 4, 6, 7), 12, (3, 3), padding=(1, 1), bias=True, parts="expanded"),
 )
@@ -176,6 +174,13 @@ _CODES = _Shape("codes", (2, 4, 6, 7), 8, (3, 3), padding=(1, 1), bias=True, cod
 
 _STRIDES = {"dense": "dense", "strided": "columns", "expanded": "expanded"}
 """The memory layout of x for each memory layout of bias and weight."""
+
+
+_SIZES_DRAWN = (
+    _Shape("any-1", (0, 0, 0, 0), 0, (1, 1), bias=True),
+    _Shape("any-2", (0, 0, 0, 0), 0, (1, 1), weights="codes"),
+)
+"""Shapes without sizes and geometry, see `_drawn`."""
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:
@@ -229,7 +234,7 @@ class Conv2dContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in (s for s in schemes if not _per_token(s)):
             for dtype in dtypes:
-                for shape in (*_SHAPES, _CODES) if may_be_codes(scheme.activation) else _SHAPES:
+                for shape in (*_SHAPES, *_SIZES_DRAWN, *((_CODES,) if may_be_codes(scheme.activation) else ())):
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

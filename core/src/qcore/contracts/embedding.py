@@ -80,7 +80,6 @@ _SHAPES: tuple[_Shape, ...] = (
     _Shape("ragged", (6,), 16, 168),
     _Shape("many", (300,), 129, 64),
     _Shape("very-many", (2100,), 40, 32),
-    _Shape("any", (), 0, 0, weights="codes"),
     _Shape("int32-indices", (9,), 20, 64, dtype=torch.int32),
     _Shape("extreme-codes", (9,), 20, 160, weights="codes"),
     _Shape("signed-scales", (9,), 20, 160, weights="signed"),
@@ -92,12 +91,14 @@ _SHAPES: tuple[_Shape, ...] = (
 )
 
 
+_SIZES_DRAWN = _Shape("any", (), 0, 0, weights="codes")
+"""A shape without sizes, see `_drawn`."""
 _MOST = (70, 160, 320)
-"""The largest number of indices, V and D of a shape without sizes, which are drawn: other ones with each seed."""
+"""Its largest number of indices, V and D."""
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:
-    """The shape with sizes that nobody has chosen."""
+    """The shape with sizes that nobody has chosen: other ones with each seed."""
     rows, v, d = draw.sizes(*_MOST)
     return replace(shape, indices=(rows,), v=v, d=d)
 
@@ -130,7 +131,7 @@ class EmbeddingContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in (s for s in schemes if s.activation is None):
             for dtype in dtypes:
-                for shape in _SHAPES:
+                for shape in (*_SHAPES, _SIZES_DRAWN):
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

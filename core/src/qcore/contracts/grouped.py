@@ -105,7 +105,6 @@ _SHAPES = (
     _Shape("rows-behind", (2, 3), 16, 64, bias="same", behind=3),
     _Shape("k-odd", (3, 1), 8, 77),
     _Shape("n-odd", (2, 5), 13, 64),
-    _Shape("any", (), 0, 0, bias="same", weights="codes"),
     _Shape("strided-columns", (3, 4), 16, 64, strides="columns"),
     _Shape("strided-rows", (3, 4), 16, 64, strides="rows"),
     _Shape("extreme-codes", (3, 4, 1), 20, 160, weights="codes"),
@@ -116,13 +115,15 @@ _SHAPES = (
 )
 
 
+_SIZES_DRAWN = _Shape("any", (), 0, 0, bias="same", weights="codes")
+"""A shape without sizes, see `_drawn`."""
 _MOST = (9, 96, 192)
-"""The most experts, N and K of a shape without sizes, which are drawn: other ones with each seed."""
+"""Its most experts, N and K."""
 _MOST_ROWS = 20
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:
-    """The shape with sizes that nobody has chosen."""
+    """The shape with sizes that nobody has chosen: other ones with each seed."""
     experts, n, k = draw.sizes(*_MOST)
     return replace(shape, rows=tuple(size - 1 for size in draw.sizes(*[_MOST_ROWS] * experts)), n=n, k=k)
 
@@ -172,7 +173,7 @@ class GroupedLinearContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in filter(is_for_experts, schemes):
             for dtype in dtypes:
-                for shape in _SHAPES:
+                for shape in (*_SHAPES, _SIZES_DRAWN):
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

@@ -74,9 +74,6 @@ _SHAPES: tuple[Shape, ...] = (
     Shape("k-ragged", (4,), 32, 168),
     Shape("k-aligned-16", (4,), 16, 48),
     *(Shape(f"n-{n}", (5,), n, 128) for n in (1, 3, 12, 20, 129)),
-    Shape("any-1", (), 0, 0, bias="same"),
-    Shape("any-2", (), 0, 0, weights="codes"),
-    Shape("any-3", (), 0, 0, bias="float32", strides="columns"),
     Shape("vector", (), 16, 64),
     Shape("batched", (2, 5), 20, 64),
     Shape("batched-4d", (2, 1, 3), 20, 64),
@@ -110,8 +107,14 @@ _SHAPES: tuple[Shape, ...] = (
 _CODES = Shape("codes", (5,), 20, 64, bias="same", inputs="codes")
 """x arrives as int8 codes of a per-tensor scale."""
 
+_SIZES_DRAWN = (
+    Shape("any-1", (), 0, 0, bias="same"),
+    Shape("any-2", (), 0, 0, weights="codes"),
+    Shape("any-3", (), 0, 0, bias="float32", strides="columns"),
+)
+"""Shapes without sizes, see `_drawn`."""
 _MOST = (70, 160, 320)
-"""The largest M, N and K of a shape without sizes, which are drawn: other ones with each seed."""
+"""Their largest M, N and K."""
 
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 
@@ -167,7 +170,7 @@ class LinearContract(Contract):
         given = _TOKEN_SCHEMES if int8 else ()
         for scheme in dict.fromkeys((*schemes, *map(Scheme.parse, given))):
             for dtype in dtypes:
-                for shape in (*_SHAPES, _CODES) if may_be_codes(scheme.activation) else _SHAPES:
+                for shape in (*_SHAPES, *_SIZES_DRAWN, *((_CODES,) if may_be_codes(scheme.activation) else ())):
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: Shape) -> Case:
@@ -205,7 +208,7 @@ class LinearContract(Contract):
 
 
 def _drawn(draw: Draw, shape: Shape) -> Shape:
-    """The shape with sizes that nobody has chosen."""
+    """The shape with sizes that nobody has chosen: other ones with each seed."""
     m, n, k = draw.sizes(*_MOST)
     leads = ((m,), (1, m), (m, 1))
     return replace(shape, lead=leads[draw.sizes(len(leads))[0] - 1], n=n, k=k)
