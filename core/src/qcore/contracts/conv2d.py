@@ -181,6 +181,7 @@ _SIZES_DRAWN = (
     _Shape("any-2", (0, 0, 0, 0), 0, (1, 1), weights="codes"),
 )
 """Shapes without sizes and geometry, see `_drawn`."""
+_EVERY = (*_SHAPES[:1], *_SIZES_DRAWN, *_SHAPES[1:])
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:
@@ -234,7 +235,7 @@ class Conv2dContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in (s for s in schemes if not _per_token(s)):
             for dtype in dtypes:
-                for shape in (*_SHAPES, *_SIZES_DRAWN, *((_CODES,) if may_be_codes(scheme.activation) else ())):
+                for shape in (*_EVERY, _CODES) if may_be_codes(scheme.activation) else _EVERY:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

@@ -113,6 +113,7 @@ _SIZES_DRAWN = (
     Shape("any-3", (), 0, 0, bias="float32", strides="columns"),
 )
 """Shapes without sizes, see `_drawn`."""
+_EVERY = (*_SHAPES[:1], *_SIZES_DRAWN, *_SHAPES[1:])
 _MOST = (70, 160, 320)
 """Their largest M, N and K."""
 
@@ -170,7 +171,7 @@ class LinearContract(Contract):
         given = _TOKEN_SCHEMES if int8 else ()
         for scheme in dict.fromkeys((*schemes, *map(Scheme.parse, given))):
             for dtype in dtypes:
-                for shape in (*_SHAPES, *_SIZES_DRAWN, *((_CODES,) if may_be_codes(scheme.activation) else ())):
+                for shape in (*_EVERY, _CODES) if may_be_codes(scheme.activation) else _EVERY:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: Shape) -> Case:
