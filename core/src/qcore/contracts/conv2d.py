@@ -182,6 +182,7 @@ _SIZES_DRAWN = (
 )
 """Shapes without sizes and geometry, see `_drawn`."""
 _EVERY = (*_SHAPES[:1], *_SIZES_DRAWN, *_SHAPES[1:])
+"""All shapes but `_CODES`, in the order of the cases."""
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:

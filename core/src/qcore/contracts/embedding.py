@@ -93,8 +93,10 @@ _SHAPES: tuple[_Shape, ...] = (
 
 _SIZES_DRAWN = _Shape("any", (), 0, 0, weights="codes")
 """A shape without sizes, see `_drawn`."""
+_EVERY = (*_SHAPES[:1], _SIZES_DRAWN, *_SHAPES[1:])
+"""All shapes, in the order of the cases."""
 _MOST = (70, 160, 320)
-"""Its largest number of indices, V and D."""
+"""The largest number of indices, V and D that are drawn."""
 
 
 def _drawn(draw: Draw, shape: _Shape) -> _Shape:
@@ -131,7 +133,7 @@ class EmbeddingContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in (s for s in schemes if s.activation is None):
             for dtype in dtypes:
-                for shape in (*_SHAPES[:1], _SIZES_DRAWN, *_SHAPES[1:]):
+                for shape in _EVERY:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

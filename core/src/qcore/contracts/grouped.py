@@ -117,8 +117,10 @@ _SHAPES = (
 
 _SIZES_DRAWN = _Shape("any", (), 0, 0, bias="same", weights="codes")
 """A shape without sizes, see `_drawn`."""
+_EVERY = (*_SHAPES[:1], _SIZES_DRAWN, *_SHAPES[1:])
+"""All shapes, in the order of the cases."""
 _MOST = (9, 96, 192)
-"""Its most experts, N and K."""
+"""The most experts, N and K that are drawn."""
 _MOST_ROWS = 20
 
 
@@ -173,7 +175,7 @@ class GroupedLinearContract(Contract):
         dtypes = tuple(dtypes)
         for scheme in filter(is_for_experts, schemes):
             for dtype in dtypes:
-                for shape in (*_SHAPES[:1], _SIZES_DRAWN, *_SHAPES[1:]):
+                for shape in _EVERY:
                     yield self._case(scheme, dtype, shape)
 
     def _case(self, scheme: Scheme, dtype: torch.dtype, shape: _Shape) -> Case:

@@ -114,8 +114,9 @@ _SIZES_DRAWN = (
 )
 """Shapes without sizes, see `_drawn`."""
 _EVERY = (*_SHAPES[:1], *_SIZES_DRAWN, *_SHAPES[1:])
+"""All shapes but `_CODES`, in the order of the cases."""
 _MOST = (70, 160, 320)
-"""Their largest M, N and K."""
+"""The largest M, N and K that are drawn."""
 
 _TOKEN_SCHEMES = ("w4a8-g32-asym-token", "w4a8-g32-asym-token-o8t")
 

@@ -30,7 +30,7 @@ _MICROSECONDS = 600.0
 _MOST_COPIES = 96
 _spin: Callable[[int], None] = getattr(torch.cuda, "_sleep", lambda _cycles: None)  # it has no public name
 _HEAD_START = 400_000
-"""Cycles that the GPU spins before a replay, about 0.2 ms: the host launches it meanwhile, and clocks stay up."""
+"""Cycles that the GPU spins before a replay, about 0.2 ms, in which the host launches it."""
 
 
 def copies(weight: Weight) -> list[Weight]:
