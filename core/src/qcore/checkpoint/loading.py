@@ -19,7 +19,7 @@ from ..nn.base import QuantizedModule, with_static_parameters
 from ..nn.counterparts import rebuild, weight_device_dtype
 from ..resolving.binding import WeightStore
 from ..runtime import progress as progress_bars
-from ..runtime.companions import changed
+from ..runtime.companions import tell_changed
 from ..runtime.progress import Progress, ProgressChoice
 from ..weights.qtensor import QTensor
 from ..weights.schemes import Scheme
@@ -85,7 +85,7 @@ def load_(
             with progress_bars.shown(progress, "loading", "tensors") as tell:
                 loader.prepare(tell)
         report = loader.commit()
-        changed(model)
+        tell_changed(model)
         return report
 
 

@@ -17,7 +17,7 @@ from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
 from .header import Entry, file_error, readable, shown
 from .imported import ImportedArchive
-from .importers.base import Plan, Source, inside
+from .importers.base import Plan, Source, tensor_name
 from .importers.configured_shapes import TEXT_CONFIGS
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
@@ -87,12 +87,12 @@ def _refuse_unnamed(source: Source) -> None:
     if source.method:
         return
     for layer in source.layers("weight", "scales"):
-        if source.entries[inside(layer, "weight")].dtype != _MLX:
+        if source.entries[tensor_name(layer, "weight")].dtype != _MLX:
             continue
         what = f"it is quantized by MLX ({shown(layer)!r} has codes in words of uint32), which qcore does not read."
         raise file_error(source.path, what, f"It reads: qcore, {', '.join(importer_names())}.")
     for layer in source.layers("qweight", "scales"):
-        if source.entries[inside(layer, "qweight")].dtype != _WORDS:
+        if source.entries[tensor_name(layer, "qweight")].dtype != _WORDS:
             continue
         what = f"{shown(layer)!r} has codes as GPTQ and AWQ store them, but its config.json names no tool."
         remedy = 'Put the config.json of the checkpoint beside it: its quantization_config has a "quant_method".'

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, quoted
 from ..formats import Format
 from ..formats.bits import has_values
-from ..runtime.companions import saving
+from ..runtime.companions import tell_saving
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
 from .header import NAMES, TensorSpec
@@ -52,7 +52,7 @@ def save(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
         )
     units, aliases = _collect(_state_of(model_or_state))
-    if isinstance(model_or_state, nn.Module) and saving(model_or_state):
+    if isinstance(model_or_state, nn.Module) and tell_saving(model_or_state):
         units += guards(units, WRITE_CONFIG)
     with translate_os_errors(target):
         if single:

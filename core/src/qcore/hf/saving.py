@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..nn.base import QuantizedModule
 from ..nn.neutral import NeutralLinear
-from ..runtime.companions import follow, read
+from ..runtime.companions import on_changed, on_saving
 from .config import QcoreConfig
 from .placing import keep_place
 from .quantizer import QcoreQuantizer
@@ -38,8 +38,8 @@ def install() -> None:
     """Let every model of transformers find out whether it holds quantized layers."""
     if not hasattr(PreTrainedModel, _NAME) and _NAME not in vars(PreTrainedModel):
         setattr(PreTrainedModel, _NAME, _OfLayers())
-        follow(_keep_places)
-        read(_describe)
+        on_changed(_keep_places)
+        on_saving(_describe)
 
 
 def _describe(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from ..nn.counterparts import (
     why_unsupported,
 )
 from ..nn.experts import QuantizedExperts, expert_weights
-from ..runtime.companions import changed
+from ..runtime.companions import tell_changed
 from ..runtime.progress import Progress, ProgressChoice, shown
 from ..weights.schemes import Scheme
 from .calibration import Calibrated, Calibration, calibrate
@@ -86,7 +86,7 @@ def quantize_(
     plan.check_weights(found)
     with shown(progress, "quantizing", "layers") as tell:
         made = plan.replace_layers(found, tell)
-    changed(model)
+    tell_changed(model)
     return Report(tuple(plan.rows(made)))
 
 

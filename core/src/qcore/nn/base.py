@@ -26,7 +26,7 @@ from ..functional.autograd import call_differentiably, needs_derivatives
 from ..functional.checks import check_bias, check_dense, check_first_call, check_out_dtype, check_x_dtype
 from ..resolving.binding import Bound, WeightStore, WeightView, bind, call_first
 from ..resolving.decision import Decision
-from ..runtime.companions import meet
+from ..runtime.companions import run_pending
 from ..runtime.settings import Settings, current
 from ..weights.activations import Activation, OutputInt8, StaticFP8, StaticInt8
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
@@ -84,7 +84,7 @@ class QuantizedModule(nn.Module):
         store.users.add(self)
         layers.add(self)
         self._bind_primary()
-        meet()
+        run_pending()
 
     # Overridden by the three modules.
 
@@ -372,7 +372,7 @@ class QuantizedModule(nn.Module):
         self._store.users.add(self)
         layers.add(self)
         self._bind_primary(state.get("_bind_settings", BindSettings()).settings)
-        meet()
+        run_pending()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._follow()

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 _waiting: dict[str, Callable[[], None]] = {}
-_followers: list[Callable[[Any], None]] = []
-_readers: list[Callable[[Any], bool]] = []
+_on_changed: list[Callable[[Any], None]] = []
+_on_saving: list[Callable[[Any], bool]] = []
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
-    """Have `meet` run ``action`` once if ``module`` is imported by then."""
+    """Have `run_pending` run ``action`` once if ``module`` is imported by then."""
     _waiting[module] = action
 
 
-def meet() -> None:
+def run_pending() -> None:
     """Run the actions whose modules the program has imported by now."""
     for module in [name for name in _waiting if name in sys.modules]:
         action = _waiting.pop(module, None)
@@ -24,24 +24,24 @@ def meet() -> None:
             action()
 
 
-def follow(action: Callable[[Any], None]) -> None:
-    """Have `changed` call ``action`` with each model."""
-    _followers.append(action)
+def on_changed(action: Callable[[Any], None]) -> None:
+    """Have `tell_changed` call ``action`` with each model."""
+    _on_changed.append(action)
 
 
-def changed(model: Any) -> None:
+def tell_changed(model: Any) -> None:
     """Tell the libraries that layers of ``model`` were replaced by quantized ones."""
-    for action in _followers:
+    for action in _on_changed:
         action(model)
 
 
-def read(is_read: Callable[[Any], bool]) -> None:
-    """Have `saving` call ``is_read`` with each model: it prepares the model, and says whether its library loads it."""
-    _readers.append(is_read)
+def on_saving(action: Callable[[Any], bool]) -> None:
+    """Have `tell_saving` call ``action``: it prepares the model, and returns whether its library may load the file."""
+    _on_saving.append(action)
 
 
-def saving(model: Any) -> bool:
+def tell_saving(model: Any) -> bool:
     """Tell the libraries that `qcore.save` writes ``model``; returns whether one of them may load what it writes."""
-    meet()
-    answers = [is_read(model) for is_read in _readers]  # each prepares the model
+    run_pending()
+    answers = [action(model) for action in _on_saving]  # each prepares the model
     return any(answers)

@@ -30,9 +30,9 @@ from .base import (
     Read,
     Source,
     group_size,
-    inside,
     int_format,
     plan_layers,
+    tensor_name,
 )
 from .gptq import AUTO_ROUND, group_sizes, packing_format
 from .packing import SIGN_OF_NIBBLES, signed, unpack_words
@@ -86,7 +86,7 @@ def _layout(source: Source) -> str:
 
 def _parts(source: Source, layer: str) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """Names and shapes of the tensors of a layer, by part."""
-    names = {part: inside(layer, part) for part in ("qweight", "qzeros", "scales")}
+    names = {part: tensor_name(layer, part) for part in ("qweight", "qzeros", "scales")}
     names = {part: name for part, name in names.items() if name in source.entries}
     if "qzeros" not in names and source.settings.get("zero_point") is not False:
         raise LayerRefused("it has no qzeros, although zero_point is not false")
@@ -149,7 +149,7 @@ def _add(
 
     dtype = source.entries[names["scales"]].dtype
     plan.weights.append(
-        ForeignWeight(inside(layer, "weight"), shape, Scheme(format), tuple(names.values()), build, dtype)
+        ForeignWeight(tensor_name(layer, "weight"), shape, Scheme(format), tuple(names.values()), build, dtype)
     )
 
 

@@ -63,7 +63,7 @@ class Source:
         first, *others = suffixes
         for name in self.entries:
             layer, _, suffix = name.rpartition(".")
-            if suffix == first and all(inside(layer, other) in self.entries for other in others):
+            if suffix == first and all(tensor_name(layer, other) in self.entries for other in others):
                 yield layer
 
     def integers(self, name: str) -> list[int]:
@@ -86,7 +86,7 @@ class Source:
         return value
 
 
-def inside(layer: str, part: str) -> str:
+def tensor_name(layer: str, part: str) -> str:
     """The name of a tensor of a layer; ``layer`` is empty if the layer is the whole model."""
     return f"{layer}.{part}" if layer else part
 

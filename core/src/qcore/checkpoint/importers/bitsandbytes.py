@@ -27,7 +27,7 @@ from ...errors import quoted
 from ...formats import FLOAT_SCALES, Format, find_element
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, inside, plan_layers, within_rows
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers, tensor_name, within_rows
 
 _ELEMENTS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _MOST_STATE = 4096
@@ -90,7 +90,7 @@ class _State:
 
 
 def _plan_4bit(source: Source, layer: str, plan: Plan) -> None:
-    start = inside(layer, "weight")
+    start = tensor_name(layer, "weight")
     states = [name for name in source.entries if name.startswith(f"{start}.quant_state.bitsandbytes__")]
     if len(states) != 1 or source.entries[states[0]].nbytes > _MOST_STATE:
         raise LayerRefused("its quant_state is missing or too large")
@@ -149,7 +149,7 @@ def _absmax(read: Read, names: dict[str, str], state: _State) -> Tensor:
 
 
 def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
-    weight, scb = source.entries[inside(layer, "weight")], source.entries[inside(layer, "SCB")]
+    weight, scb = source.entries[tensor_name(layer, "weight")], source.entries[tensor_name(layer, "SCB")]
     if (
         weight.dtype != torch.int8
         or scb.dtype not in FLOAT_SCALES
@@ -157,7 +157,7 @@ def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
         or scb.shape not in (weight.shape[:1], (weight.shape[0], 1))
     ):
         raise LayerRefused(f"its weight is {weight.dtype} {weight.shape}, with SCB {scb.dtype} {scb.shape}")
-    layout = inside(layer, "weight_format")
+    layout = tensor_name(layer, "weight_format")
     if layout in source.entries:
         if source.integers(layout) != _ROW_MAJOR:
             raise LayerRefused("its weight_format is a tiled layout for old GPUs; save it with a newer bitsandbytes")
@@ -169,4 +169,4 @@ def _plan_int8(source: Source, layer: str, plan: Plan) -> None:
         scale = read(scb.name).float().reshape(1, n) * torch.tensor(1.0 / 127.0)
         return QTensor.from_codes(read(weight.name), scale, None, scheme.weight)
 
-    plan.weights.append(ForeignWeight(inside(layer, "weight"), (n, k), scheme, (weight.name, scb.name), build))
+    plan.weights.append(ForeignWeight(tensor_name(layer, "weight"), (n, k), scheme, (weight.name, scb.name), build))

@@ -37,10 +37,10 @@ from .base import (
     Source,
     check_dtypes,
     group_size,
-    inside,
     int_format,
     order_by_group,
     plan_layers,
+    tensor_name,
 )
 from .compressed_tensors_settings import Group, Groups, activation_of, check_transforms, groups_of
 from .fp8 import ATTENTION_PARAMETERS, E8M0, fp8_format, scale_blocks, spread_scale
@@ -113,7 +113,7 @@ _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weigh
 
 def _plan_layer(source: Source, groups: Groups, name: str, plan: Plan) -> None:
     group = groups.find(name)
-    names = {part: inside(name, part) for part in _PARTS if inside(name, part) in source.entries}
+    names = {part: tensor_name(name, part) for part in _PARTS if tensor_name(name, part) in source.entries}
     layer = _Layer(source, name, group, names)
     _leave_out_zeros(layer, plan)
     _check_parts(layer)
@@ -124,7 +124,9 @@ def _plan_layer(source: Source, groups: Groups, name: str, plan: Plan) -> None:
     shape, format, build, dtype, ordered = planned
     scheme = activation_of(source, name, group, format, plan)
     sources, factor = tuple(names.values()), names.get("weight_global_scale", "")
-    plan.weights.append(ForeignWeight(inside(name, "weight"), shape, scheme, sources, build, dtype, ordered, factor))
+    plan.weights.append(
+        ForeignWeight(tensor_name(name, "weight"), shape, scheme, sources, build, dtype, ordered, factor)
+    )
 
 
 def _leave_out_zeros(layer: _Layer, plan: Plan) -> None:
@@ -216,7 +218,7 @@ def _columns(layer: _Layer, n: int, words: int, bits: int) -> tuple[int, bool]:
 
     Older versions of the tool leave the highest bits of a word empty; 0.20 packs all bits consecutively.
     """
-    name, most = inside(layer.name, "weight_shape"), words * 32 // bits
+    name, most = tensor_name(layer.name, "weight_shape"), words * 32 // bits
     entry = layer.source.entries.get(name)
     if entry is None:
         return most, False

@@ -14,7 +14,7 @@ from ...formats import Format
 from ...weights.activations import Activation, DynamicFP8, DynamicInt8, StaticFP8, StaticInt8
 from ...weights.schemes import Scheme
 from ..header import file_error
-from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated, inside
+from .base import ForeignTensor, LayerRefused, Plan, Source, calibrated, tensor_name
 from .fp8 import input_scale
 from .name_patterns import NamePatterns, TooManyStepsError
 
@@ -191,15 +191,15 @@ def activation_of(source: Source, layer: str, group: Group, format: Format, plan
 
 
 def _add_static(source: Source, layer: str, activation: StaticInt8 | StaticFP8, plan: Plan) -> None:
-    if inside(layer, "input_scale") not in source.entries:
+    if tensor_name(layer, "input_scale") not in source.entries:
         raise LayerRefused("its settings have static activations, but it has no input_scale")
-    plan.tensors.append(input_scale(source, layer, inside(layer, "input_scale")))
+    plan.tensors.append(input_scale(source, layer, tensor_name(layer, "input_scale")))
     if isinstance(activation, StaticFP8):
         return
-    name = inside(layer, "input_zero_point")
+    name = tensor_name(layer, "input_zero_point")
     if name not in source.entries:  # symmetric
         zero = ForeignTensor(
-            name, torch.int32, (), (inside(layer, "input_scale"),), lambda _: torch.zeros((), dtype=torch.int32)
+            name, torch.int32, (), (tensor_name(layer, "input_scale"),), lambda _: torch.zeros((), dtype=torch.int32)
         )
     elif source.entries[name].shape not in ((), (1,)):
         raise LayerRefused(f"its input_zero_point has shape {source.entries[name].shape}")

@@ -34,8 +34,8 @@ from .base import (
     Source,
     calibrated,
     check_dtypes,
-    inside,
     plan_layers,
+    tensor_name,
 )
 
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
@@ -117,15 +117,15 @@ def block_size(source: Source) -> tuple[int, int] | None:
 
 def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Plan) -> None:
     """Plan a layer with ``weight`` e4m3fn (N, K), its scale, and one for its activations if they are static."""
-    weight = source.entries[inside(layer, "weight")]
-    name = next(inside(layer, scale) for scale in _SCALES if inside(layer, scale) in source.entries)
+    weight = source.entries[tensor_name(layer, "weight")]
+    name = next(tensor_name(layer, scale) for scale in _SCALES if tensor_name(layer, scale) in source.entries)
     scale = source.entries[name]
     if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2:
         raise LayerRefused(f"its weight is {weight.dtype} of shape {weight.shape}; qcore reads float8_e4m3fn (N, K)")
     n, k = weight.shape
     rows, group = scale_blocks(scale.shape, (n, k), block)
     format = fp8_format(group, powers=scale.dtype in E8M0)
-    stored = [inside(layer, part) for part in _STATIC if inside(layer, part) in source.entries]
+    stored = [tensor_name(layer, part) for part in _STATIC if tensor_name(layer, part) in source.entries]
     kind = source.settings.get("activation_scheme")
     static = stored[0] if stored and kind != "dynamic" else None
     activation = StaticFP8() if static else DynamicFP8(group)
@@ -136,7 +136,7 @@ def plan_fp8(source: Source, block: tuple[int, int] | None, layer: str, plan: Pl
 
     plan.weights.append(
         ForeignWeight(
-            inside(layer, "weight"),
+            tensor_name(layer, "weight"),
             (n, k),
             Scheme(format, activation=activation),
             (weight.name, name),
@@ -183,4 +183,4 @@ def input_scale(source: Source, layer: str, name: str) -> ForeignTensor:
         part, shape = name.rpartition(".")[2], source.entries[name].shape
         raise LayerRefused(f"its {part} has shape {shape}; qcore takes one scale per tensor")
     check_dtypes(source, {"input_scale": name}, input_scale=FLOAT_SCALES)
-    return calibrated(inside(layer, "input_scale"), torch.float32, name)
+    return calibrated(tensor_name(layer, "input_scale"), torch.float32, name)

@@ -31,10 +31,10 @@ from .base import (
     Source,
     check_dtypes,
     group_size,
-    inside,
     int_format,
     order_by_group,
     plan_layers,
+    tensor_name,
 )
 from .packing import SIGN_OF_NIBBLES, plain_int4, signed, unpack_words
 from .turning import turned, turned_by_order
@@ -126,7 +126,7 @@ def _layer_settings(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> None:
-    names = {part: inside(layer, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
+    names = {part: tensor_name(layer, part) for part in ("qweight", "qzeros", "scales", "g_idx")}
     names = {part: name for part, name in names.items() if name in source.entries}
     if "qzeros" not in names:
         raise LayerRefused("it has no qzeros")
@@ -155,7 +155,7 @@ def _plan_layer(source: Source, settings: _Settings, layer: str, plan: Plan) -> 
 
     plan.weights.append(
         ForeignWeight(
-            inside(layer, "weight"), (n, k), Scheme(format), tuple(names.values()), build, dtype, order is not None
+            tensor_name(layer, "weight"), (n, k), Scheme(format), tuple(names.values()), build, dtype, order is not None
         )
     )
 

@@ -23,7 +23,7 @@ from ...formats import FLOAT_SCALES, ZeroPoint
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
 from ..header import Entry
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, inside, int_format, plan_layers, within_rows
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, int_format, plan_layers, tensor_name, within_rows
 from .packing import plain_int4, signed
 
 _CODES = {2: 4, 3: 10, 4: 2, 8: 1}
@@ -46,18 +46,18 @@ class HQQ:
 
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
     missing = [
-        part for part in ("scale", "zero", "shape", "nbits", "axis") if inside(layer, part) not in source.entries
+        part for part in ("scale", "zero", "shape", "nbits", "axis") if tensor_name(layer, part) not in source.entries
     ]
     if missing:
         raise LayerRefused(f"it lacks {', '.join(missing)}; quantized scales are not supported")
-    bits, axis = (source.integers(inside(layer, part))[0] for part in ("nbits", "axis"))
-    shape = source.integers(inside(layer, "shape"))
+    bits, axis = (source.integers(tensor_name(layer, part))[0] for part in ("nbits", "axis"))
+    shape = source.integers(tensor_name(layer, "shape"))
     if axis != 1:
         raise LayerRefused("its groups run along the output features (axis=0); quantize again with axis=1")
     if bits not in _CODES or len(shape) != 2 or min(shape) < 1:
         raise LayerRefused(f"it has {bits} bits and shape {shape}; qcore reads 2, 3, 4 and 8 bits")
     n, k = shape
-    names = {part: inside(layer, part) for part in ("W_q", "scale", "zero")}
+    names = {part: tensor_name(layer, part) for part in ("W_q", "scale", "zero")}
     entries = {part: source.entries[name] for part, name in names.items()}
     groups = math.prod(entries["scale"].shape)
     if not groups or n * k % groups:
@@ -77,9 +77,11 @@ def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
         data = signed(codes, 8) if bits == 8 else plain_int4(codes + (8 - centre))
         return QTensor(data, scale, (centre - zero) * scale, (n, k), format)
 
-    described = {name for name in source.entries if name.rpartition(".")[0] == layer} - {inside(layer, "bias")}
+    described = {name for name in source.entries if name.rpartition(".")[0] == layer} - {tensor_name(layer, "bias")}
     plan.dropped |= described - set(names.values())
-    plan.weights.append(ForeignWeight(inside(layer, "weight"), (n, k), Scheme(format), tuple(names.values()), build))
+    plan.weights.append(
+        ForeignWeight(tensor_name(layer, "weight"), (n, k), Scheme(format), tuple(names.values()), build)
+    )
 
 
 def _check(entries: dict[str, Entry], groups: int, words: int, word: torch.dtype) -> None:

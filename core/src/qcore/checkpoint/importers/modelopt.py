@@ -17,7 +17,7 @@ import torch
 from ...formats import FLOAT_SCALES, Format
 from ...weights.qtensor import QTensor
 from ...weights.schemes import Scheme
-from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, inside, plan_layers
+from .base import ForeignWeight, LayerRefused, Plan, Read, Source, check_dtypes, plan_layers, tensor_name
 from .fp8 import ATTENTION_PARAMETERS, plan_fp8
 
 _FORMAT = "fp4-g16-e4m3"
@@ -44,21 +44,21 @@ class ModelOpt:
 
 
 def _plan_layer(source: Source, layer: str, plan: Plan) -> None:
-    if inside(layer, "pre_quant_scale") in source.entries:
+    if tensor_name(layer, "pre_quant_scale") in source.entries:
         raise LayerRefused(
             "its inputs are multiplied by pre_quant_scale (AWQ, SmoothQuant), which qcore does not support"
         )
-    dtype = source.entries[inside(layer, "weight")].dtype
+    dtype = source.entries[tensor_name(layer, "weight")].dtype
     if dtype == torch.float8_e4m3fn:
         plan_fp8(source, None, layer, plan)
-    elif dtype == torch.uint8 and inside(layer, "weight_scale_2") in source.entries:
+    elif dtype == torch.uint8 and tensor_name(layer, "weight_scale_2") in source.entries:
         _plan_nvfp4(source, layer, plan)
     else:
         raise LayerRefused(f"its weight is {dtype}; qcore reads modelopt's NVFP4 and FP8")
 
 
 def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
-    names = {part: inside(layer, part) for part in ("weight", "weight_scale", "weight_scale_2")}
+    names = {part: tensor_name(layer, part) for part in ("weight", "weight_scale", "weight_scale_2")}
     weight, scale, factor = (source.entries[name] for name in names.values())
     if len(weight.shape) != 2:
         raise LayerRefused(f"its weight has shape {weight.shape}")
@@ -75,7 +75,7 @@ def _plan_nvfp4(source: Source, layer: str, plan: Plan) -> None:
 
     sources = tuple(names.values())
     plan.weights.append(
-        ForeignWeight(inside(layer, "weight"), (n, k), Scheme(format), sources, build, global_scale=sources[-1])
+        ForeignWeight(tensor_name(layer, "weight"), (n, k), Scheme(format), sources, build, global_scale=sources[-1])
     )
-    if inside(layer, "input_scale") in source.entries:
-        plan.dropped.add(inside(layer, "input_scale"))
+    if tensor_name(layer, "input_scale") in source.entries:
+        plan.dropped.add(tensor_name(layer, "input_scale"))
