@@ -91,7 +91,7 @@ def _pretend(recorder: Recorder) -> None:
     """Let the plugin launch by ``recorder``, as if Triton had its part for Intel GPUs."""
     from qcore_xpu import columns, dense, device, gathering, quantizing, tiles, triton_linear, triton_ops
 
-    for module in (columns, dense, gathering, quantizing, tiles):
+    for module in (columns, dense, device, gathering, quantizing, tiles):
         module.launch = recorder
     for module in (device, quantizing, triton_linear):
         module.why_not_triton = lambda: ""

@@ -86,7 +86,7 @@ def test_it_compiles_without_spills_and_fits(target, elsewhere, name):
 
 @pytest.mark.parametrize("name", [case for case in CASES if "a8" in case.values[0]])
 def test_products_run_on_matrix_units(elsewhere, name):
-    (product,) = {k["kernel"]: k for k in elsewhere[name] if k["kernel"] == "tiles"}.values()
+    (product,) = {k["kernel"]: k for k in elsewhere[name] if k["kernel"] in {"tiles", "convolve"}}.values()
     assert re.search(r"\bI[GM]*MMA\b|\bIMMA\.|v_mfma_i32", product["text"])
 
 
