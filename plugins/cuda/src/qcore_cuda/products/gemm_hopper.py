@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,69 +13,18 @@ from qcore_triton.weights import NO_ZERO, Weight
 from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
-from ..runtime.counters import counters
 from ..runtime.device import Device
 from ..runtime.hopper import descriptor, int4_words, room_for
 from ..runtime.launch import launch, options
-from ..runtime.replay import empty, tracked
-from ..schedule import SPLITS, TILE_TIMES, best_split, tail_spread
+from ..schedule import TILE_TIMES
 from .aligned import copies_for_sums, copies_of_result, copies_of_x, finished, on_lines, result, sums_of
 from .base import FloatProduct, decoding
+from .tails import Tokens, best_tile, tail_apart, tail_of, tail_work, tile_choices
 
 _STAGES = {
     (4, 256): 5, (4, 128): 8, (4, 64): 14, (4, 32): 20, (8, 256): 4, (8, 128): 8, (8, 64): 12, (8, 32): 16,
 }  # fmt: skip
 """The most stages of a ring, by bits and tokens of a tile; fewer if parameters of two or four bytes need the room."""
-
-
-class Tokens(NamedTuple):
-    """**Fields:** ``bm``: tokens of a tile, 256, 128, 64 or 32; ``split``: one of `SPLITS`."""
-
-    bm: int
-    split: int = 1
-
-
-def tile_choices(
-    problem: GemmProblem, sizes: Collection[int], columns: int, sms: int, rows: int = 128
-) -> Iterator[Tokens]:
-    """Tiles for which programs have enough to do, with the ways to compute the last wave that differ.
-
-    ``rows``: of the weight in a tile.
-    """
-    for bm in sizes:
-        if problem.rows * 2 >= bm and (problem.rows <= 16 * bm or bm == max(sizes)):
-            tiles, blocks = tiles_of(problem.n, problem.rows, bm, rows), -(-problem.k // columns)
-            spreads = {tail_spread(tiles, blocks, split, sms): split for split in reversed(SPLITS)}
-            yield from (Tokens(bm, split) for split in sorted(spreads.values()))
-
-
-def best_tile(problem: GemmProblem, sizes: Collection[int], columns: int, sms: int) -> Tokens:
-    """The tile for which programs have the least to do, by analysis."""
-    blocks = -(-problem.k // columns)
-    found = ((best_split(tiles_of(problem.n, problem.rows, bm), blocks, bm, sms, columns), bm) for bm in sizes)
-    (_, split), bm = min(found)
-    return Tokens(bm, split)
-
-
-def tail_work(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> Work:
-    """The work of a launch with `tail_spread`; a step is a block of ``columns``."""
-    blocks = -(-problem.k // columns)
-    waves, share, _ = tail_spread(tiles_of(problem.n, problem.rows, config.bm, rows), blocks, config.split, device.sms)
-    rounds = waves + (share > 0)
-    # A tile begins anywhere in a program's share, unless it is a whole number of shares.
-    parts = 0.0 if not share else blocks / share if blocks % share == 0 else blocks / share + 1
-    return Work(rounds * device.sms, (waves * blocks + share) / rounds, parts)
-
-
-def tail_apart(device: Device, problem: GemmProblem, config: Tokens, columns: int, rows: int = 128) -> bool:
-    """`Product.apart` with `tail_spread`: tiles that cannot be split are computed as those that need not be."""
-    tiles, blocks = tiles_of(problem.n, problem.rows, config.bm, rows), -(-problem.k // columns)
-    return config.split == 1 or tail_spread(tiles, blocks, config.split, device.sms).share > 0
-
-
-def tiles_of(n: int, m: int, bm: int, rows: int = 128) -> int:
-    """The number of tiles of ``rows`` rows of the weight and ``bm`` tokens."""
-    return -(-n // rows) * -(-m // bm)
 
 
 class GemmHopper(FloatProduct[Tokens]):
@@ -140,13 +89,10 @@ class GemmHopper(FloatProduct[Tokens]):
         # The rows of a tile for each warpgroup, of which there are at least two; whole tiles of results would take the
         # place of a stage.
         groups = wide // rows
-        parties, pieces = max(2, groups), 2 if bm * groups > 256 else 1
+        pieces = 2 if bm * groups > 256 else 1
         y = result(m, n, problem.out_dtype, x.device)
         w = int4_words(data) if bits == 4 else descriptor(data.view(torch.int16), (rows, 32))
-        tiles = tiles_of(n, m, bm, wide)
-        waves, share, programs = tail_spread(tiles, blocks, config.split, device.sms)
-        left = tiles - waves * programs if share else 0
-        parts = empty(((programs + left) * parties * rows * bm,), torch.float32, x.device) if left else y
+        tail = tail_of(device, x, n, config._replace(bm=bm), blocks, wide)
         numbers: Any = scale if zero is None else zero
         factor, kind = weight.factor, NO_ZERO if sums is not None else problem.zero
         if kind:
@@ -155,18 +101,16 @@ class GemmHopper(FloatProduct[Tokens]):
             factor, kind = weight.units, UNITS.value
             numbers = descriptor(weight.units.view(1, -1), (1, 2 * rows), swizzled=False)
         launch(
-            gemm_hopper, (programs,), descriptor(x, (bm, 64)), w,
+            gemm_hopper, (tail.programs,), descriptor(x, (bm, 64)), w,
             descriptor(scale, (each, 2 * rows), swizzled=False) if scaled else scale,
             numbers, scale if factor is None else factor, scale if bias is None else bias,
             scale if tokens is None else tokens, scale if sums is None else sums,
-            descriptor(y, (bm // pieces, rows)), parts,
-            tracked(counters, parties * left, x.device) if left else y,
-            m, n, tiles, -(-m // bm), -(-n // wide), blocks,
-            blocks if problem.one_group else max(1, weight.group // 128), waves, share,
+            descriptor(y, (bm // pieces, rows)), *tail.memory(y), m, n, tail.tiles, -(-m // bm), -(-n // wide), blocks,
+            blocks if problem.one_group else max(1, weight.group // 128), tail.waves, tail.share,
             BITS=bits, BM=bm, STAGES=stages_of(weight, bm, pieces, each, scaled, wide), GROUP=2048 // bm, EACH=each,
             SCALED=scaled, ZERO=kind, BIAS=bias is not None, PIECES=pieces, **decoding(weight),
-            U=blocks_of_a_turn(bm, bits), SPREAD=left > 0, TOKENS=tokens is not None, SUMS=sums is not None,
-            GROUPS=groups, **options(device, 4),
+            U=blocks_of_a_turn(bm, bits), SPREAD=tail.parts is not None, TOKENS=tokens is not None,
+            SUMS=sums is not None, GROUPS=groups, **options(device, 4),
         )  # fmt: skip
         return finished(y, n, device)
 

@@ -8,40 +8,27 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from qcore_triton.codes import Codes
-from qcore_triton.weights import INTEGER, NO_ZERO, Weight
+from qcore_triton.weights import INTEGER, NO_ZERO
 
-from ..costs import Work
 from ..problem import GemmProblem
 from ..runtime import hopper
 from ..runtime.device import Device
-from .aligned import copies_of_result
-from .base import Int8Product, Operands
-from .gemm_hopper import (
-    GEMM_HOPPER,
-    GEMM_HOPPER_64,
-    GEMM_HOPPER_192,
-    GemmHopper,
-    Tokens,
-    parameter_rows,
-    tail_apart,
-    tail_work,
-    tile_choices,
-)
+from .base import Operands
+from .gemm_hopper import GEMM_HOPPER, GEMM_HOPPER_64, GEMM_HOPPER_192, GemmHopper, parameter_rows
+from .tails import TiledCodes, Tokens
 
 
-class W4A8UnitsHopper(Int8Product[Tokens]):
+class W4A8UnitsHopper(TiledCodes):
     """See `kernels.gemm_hopper`. **Fields:** ``floats``: the product that multiplies."""
 
     name: ClassVar[str] = "w4a8_units_hopper"
-    config = Tokens
-    wants_totals: ClassVar[bool] = False
     codes = torch.float16
     floats: ClassVar[GemmHopper] = GEMM_HOPPER
 
@@ -56,21 +43,9 @@ class W4A8UnitsHopper(Int8Product[Tokens]):
         """Another kernel, unless a measurement says otherwise."""
         del device, problem
 
-    def candidates(self, device: Device, problem: GemmProblem) -> Iterator[Tokens]:
-        yield from tile_choices(problem, self.floats.sizes, 128, device.sms, self.floats.rows)
-
-    def order(self, weight: Weight) -> int:
-        del weight
-        return 0
-
-    def work(self, device: Device, problem: GemmProblem, config: Tokens) -> Work:
-        return tail_work(device, problem, config, 128, self.floats.rows)
-
-    def apart(self, device: Device, problem: GemmProblem, config: Tokens) -> bool:
-        return tail_apart(device, problem, config, 128, self.floats.rows)
-
-    def copies(self, problem: GemmProblem) -> tuple[int, ...]:
-        return copies_of_result(problem)
+    def sizes(self, problem: GemmProblem) -> Collection[int]:
+        del problem
+        return self.floats.sizes
 
     def launch(self, codes: Codes, operands: Operands, device: Device, problem: GemmProblem, config: Tokens) -> Tensor:
         assert (codes.order, codes.zero) == (0, None), "codes were quantized for another kernel"
@@ -83,6 +58,7 @@ class W4A8UnitsHopper64(W4A8UnitsHopper):
 
     name: ClassVar[str] = "w4a8_units_hopper_64"
     floats: ClassVar[GemmHopper] = GEMM_HOPPER_64
+    rows: ClassVar[int] = floats.rows
 
 
 class W4A8UnitsHopper192(W4A8UnitsHopper):
@@ -90,6 +66,7 @@ class W4A8UnitsHopper192(W4A8UnitsHopper):
 
     name: ClassVar[str] = "w4a8_units_hopper_192"
     floats: ClassVar[GemmHopper] = GEMM_HOPPER_192
+    rows: ClassVar[int] = floats.rows
 
 
 W4A8_UNITS_HOPPER = W4A8UnitsHopper()
