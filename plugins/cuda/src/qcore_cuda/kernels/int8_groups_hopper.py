@@ -234,7 +234,7 @@ def int8_groups_hopper(x, x_scale, x_zero, w, scale, zero, sums, x_sums, bias, y
     of 128 columns; each has EACH = 1, 2 or 4 groups, or PER of them are a group. scale, zero and sums are descriptors
     with blocks (EACH, 128), the latter two only with ZERO (INT zero points) and MOVED (x has zero points; sums of a
     group's codes less zero points); x_sums is one with blocks (EACH, BM), for ZERO. OUT, out_scale, out_zero: as for
-    `int8_gemm.tiles`, numbers alone. BAND, SPREAD, parts and counts: as for `w4a8_groups_hopper`. ALIGNED: N is a
+    `int8_gemm.tiles`, numbers alone. BAND, SPREAD, parts and counts: as for `groups_hopper`. ALIGNED: N is a
     multiple of 16.
     """
     if ALIGNED:

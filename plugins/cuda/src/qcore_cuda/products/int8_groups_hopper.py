@@ -48,7 +48,7 @@ class Int8GroupsHopper(TiledCodes):
         args, weight = arguments_of(codes, operands, problem, tiles=True), operands.weight
         (x_scale, x_zero), (scale, zero, sums), form = args.of_x, args.of_w, args.form
         (m, columns), n, bm, moved, lowered = (
-            codes.q.shape, problem.n, config.bm, problem.x_zero, problem.zero == INT_ZERO,
+            codes.q.shape, problem.n, config.bm, form["XZERO"], problem.zero == INT_ZERO,
         )  # fmt: skip
         each, blocks = 128 // problem.step, columns // 128
 

@@ -85,7 +85,7 @@ class Int8Hopper(Int8Product[Columns]):
             int8_hopper, (min(-(-n // bn) * -(-m // _ROWS), device.sms),),
             x, *args.of_x, w, args.of_w[0], args.of_w[2], args.end.args[0], args.y, y, *args.end.numbers, m, n,
             args.blocks, P=p, BM=_ROWS, BN=bn, STAGES=min(8, stages), GROUP_M=config.group_m,
-            MOVED=problem.x_zero, ALIGNED=n % 16 == 0, HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"],
+            MOVED=args.form["XZERO"], ALIGNED=n % 16 == 0, HAS_BIAS=args.form["HAS_BIAS"], OUT=args.form["OUT"],
             **options(device, 4),
         )  # fmt: skip
         return finished(args.y, n, device)

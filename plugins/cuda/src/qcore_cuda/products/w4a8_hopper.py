@@ -85,7 +85,7 @@ class W4A8Hopper(Int8Product[Tokens]):
             config.bm,
         )
         (x_scale, x_zero), (scale, zero, sums), form = args.of_x, args.of_w, args.form
-        each, moved = problem.grouped, problem.x_zero
+        each, moved = problem.grouped, form["XZERO"]
         # Zero points and quantized results take the registers of a second block's sums.
         plain = not moved and weight.zero is None and form["OUT"] == 0
 
