@@ -58,7 +58,7 @@ FORMS = (
     Form(False, 4, 128), Form(False, 8, 0), Form(False, 4, 32, 1), Form(False, 4, 32), Form(False, 8, 128),
     Form(False, 4, 128, 1), Form(False, 4, 0), Form(False, 4, 64), Form(True, 8, 0), Form(True, 4, 128),
     Form(True, 4, 32), Form(True, 8, 0, x_zero=True), Form(True, 4, 32, x_zero=True), Form(True, 4, 0),
-    Form(True, 8, 64),
+    Form(True, 8, 64), Form(True, 8, 128), Form(True, 8, 64, 1), Form(True, 8, 128, 1),
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _weight(form: Form, n: int, k: int) -> Weight:
 
 
 def _sums(weight: Weight) -> Tensor:
-    codes = dense(weight._replace(scale=torch.ones_like(weight.scale, dtype=torch.float32), zero=None))
+    codes = dense(weight._replace(scale=torch.ones_like(weight.scale, dtype=torch.float32)))
     return codes.view(weight.n, weight.scale.shape[0], -1).sum(2).t().contiguous().to(torch.int32)
 
 

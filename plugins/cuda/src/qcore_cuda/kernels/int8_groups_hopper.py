@@ -6,13 +6,11 @@ under way in a warpgroup: sums of the first are scaled and added up in float32 w
 second, or for the other warpgroup.
 
 Grid: at most one program per multiprocessor; programs loop over tiles (`schedule.tail_spread`) of 128 rows of the
-weight by BM = 32, 64 or 128 tokens, K in stages of 128 columns. Inputs: codes x ``(M, 128 * KB)``, w rows16; scales,
-INT zero points and code sums ``(G, pitch_of(N))``; sums of x by step ``(steps, M)``, for zero points of the weight; y
-``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the tensor cores; besides, a conversion and a
-multiply-add per P columns for each value of y.
+weight by BM = 32, 64 or 128 tokens, K in stages of 128 columns. Inputs: codes x ``(M, 128 * KB)``, w rows16; scales
+and code sums ``(G, pitch_of(N))``; y ``(M, N)``. Floor: ``2 * M * N * K`` operations at the int8 peak of the tensor
+cores; besides, a conversion and a multiply-add per P columns for each value of y.
 
-Exact: a step sums to at most ``128 * 128 * 128 = 2**21``, as what a zero point subtracts does: exact in int32, and in
-float32, too.
+Exact: a step sums to at most ``128 * 128 * 128 = 2**21``: exact in int32, and in float32, too.
 """
 
 from __future__ import annotations
@@ -39,23 +37,15 @@ from .w4a8_hopper import leave_tokens
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 
-@gluon.constexpr_function
-def _by_token(tokens):
-    """One number for each token, (1, tokens), where a thread has sums: two neighbours of every eight."""
-    registers = [[0, 1], *([0, 1 << i] for i in range(3, tokens.bit_length() - 1))]
-    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, tokens])
-
-
 @gluon.jit
-def _produce(x, w, scale, zero, sums, x_sums, xs, ws, ss, zs, ms, ts, full, empty, N, M, KB, PER, waves, share,
-             BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr,
-             MOVED: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _produce(x, w, scale, sums, xs, ws, ss, ms, full, empty, N, M, KB, PER, waves, share, BM: gl.constexpr,
+             STAGES: gl.constexpr, BAND: gl.constexpr, EACH: gl.constexpr, MOVED: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """Fill stages of 128 columns, in the order of their use."""
     BN: gl.constexpr = 2 * ROWS
-    # Bytes of a stage: BM and 128 rows of 128 codes, EACH rows of the parameters that apply, and sums of x.
-    NUMBERS: gl.constexpr = scale.dtype.primitive_bitwidth // 8 + (1 if ZERO else 0) + (4 if MOVED else 0)
-    STAGE: gl.constexpr = (BM + BN) * 128 + EACH * (BN * NUMBERS + (4 * BM if ZERO else 0))
+    # Bytes of a stage: BM and 128 rows of 128 codes, and EACH rows of the parameters that apply.
+    NUMBERS: gl.constexpr = scale.dtype.primitive_bitwidth // 8 + (4 if MOVED else 0)
+    STAGE: gl.constexpr = (BM + BN) * 128 + EACH * BN * NUMBERS
     if PDL:
         gdc_launch_dependents()
     tiles_m = gl.cdiv(M, BM)
@@ -68,8 +58,7 @@ def _produce(x, w, scale, zero, sums, x_sums, xs, ws, ss, zs, ms, ts, full, empt
     tile_n = tile_order(tile, tiles_m, tiles_n, BAND)[1]
     for i in range(ahead):
         mbarrier.expect(full.index(i), STAGE)
-        _copy_weight(w, scale, zero, sums, ws, ss, zs, ms, full.index(i), first + i, PER, tile_n * BN, i, True, EACH,
-                     ZERO, MOVED)  # fmt: skip
+        _copy_weight(w, scale, sums, ws, ss, ms, full.index(i), first + i, PER, tile_n * BN, i, True, EACH, MOVED)
     if PDL:
         gdc_wait()
     at = gl.to_tensor(0)
@@ -84,40 +73,25 @@ def _produce(x, w, scale, zero, sums, x_sums, xs, ws, ss, zs, ms, ts, full, empt
             mbarrier.wait(empty.index(at), turn)
             here = full.index(at)
             mbarrier.expect(here, STAGE, pred=fresh)
-            _copy_weight(w, scale, zero, sums, ws, ss, zs, ms, here, b, PER, tile_n * BN, at, fresh, EACH, ZERO, MOVED)
+            _copy_weight(w, scale, sums, ws, ss, ms, here, b, PER, tile_n * BN, at, fresh, EACH, MOVED)
             tma.async_copy_global_to_shared(x, [tile_m * BM, b * 128], here, xs.index(at))
-            if ZERO:
-                tma.async_copy_global_to_shared(x_sums, [b * EACH, tile_m * BM], here, ts.index(at))
             at, turn = advance(at, turn, STAGES)
         step += end - first
 
 
 @gluon.jit
-def _copy_weight(w, scale, zero, sums, ws, ss, zs, ms, here, b, PER, n0, at, wanted, EACH: gl.constexpr,
-                 ZERO: gl.constexpr, MOVED: gl.constexpr):  # fmt: skip
+def _copy_weight(w, scale, sums, ws, ss, ms, here, b, PER, n0, at, wanted, EACH: gl.constexpr, MOVED: gl.constexpr):
     """Begin to copy the weight's part of stage b of a tile."""
     row = b // PER * EACH
     tma.async_copy_global_to_shared(w, [n0, b * 128], here, ws.index(at), pred=wanted)
     tma.async_copy_global_to_shared(scale, [row, n0], here, ss.index(at), pred=wanted)
-    if ZERO:
-        tma.async_copy_global_to_shared(zero, [row, n0], here, zs.index(at), pred=wanted)
     if MOVED:
         tma.async_copy_global_to_shared(sums, [row, n0], here, ms.index(at), pred=wanted)
 
 
 @gluon.jit
-def _added(acc, d, scales, zeros, tokens, ZERO: gl.constexpr):
-    """Sums plus those of a step, less zero points times sums of x, scaled."""
-    v = d.to(gl.float32)
-    if ZERO:
-        v -= zeros[:, None] * tokens[None, :]
-    return acc + v * scales[:, None]
-
-
-@gluon.jit
-def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts, full, empty, PER, WG: gl.constexpr,
-            STAGES: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr,
-            ACC: gl.constexpr):  # fmt: skip
+def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, ms, full, empty, PER, WG: gl.constexpr,
+            STAGES: gl.constexpr, EACH: gl.constexpr, MOVED: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
     """COUNT stages of a tile, from ``b`` on, of EACH steps: 1 or an even number of steps.
 
     No more than two products are under way, and none from one call to the next: ptxas uses no register again before all
@@ -125,15 +99,9 @@ def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts
     """
     P: gl.constexpr = 128 // EACH
     STEPS: gl.constexpr = COUNT * EACH
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, ACC)
     none = gl.zeros(acc.shape, gl.int32, ACC)
     before = none
-    s0 = gl.zeros([ROWS], gl.float32, ROW)
-    z0 = s0
-    z = s0
-    t0 = gl.zeros([acc.shape[1]], gl.float32, TOKEN)
-    t = t0
+    s0 = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, ACC))
     done = at
     for i in gl.static_range(STEPS):
         # 1. A, 64 rows by P columns of the weight, and B, BM tokens, stay in shared memory; a product starts from 0.
@@ -144,10 +112,6 @@ def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts
         d = warpgroup_mma(left, right, none, use_acc=False, is_async=True)
         # 2. The step's parameters, while it is multiplied.
         s = row_numbers(ss.index(at).slice(i % EACH, 1, dim=0), WG, ACC).to(gl.float32)
-        if ZERO:
-            z = row_numbers(zs.index(at).slice(i % EACH, 1, dim=0), WG, ACC).to(gl.float32)
-            t = ts.index(at).slice(i % EACH, 1, dim=0).load(_by_token(acc.shape[1])).reshape([acc.shape[1]])
-            t = gl.convert_layout(t, TOKEN, assert_trivial=True).to(gl.float32)
         if MOVED:
             # The correction by zero points of x, once per group: at its first stage.
             total = row_numbers(ms.index(at).slice(i % EACH, 1, dim=0), WG, ACC).to(gl.float32)
@@ -158,17 +122,15 @@ def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts
             before = warpgroup_mma_wait(1, deps=[before])
             if EACH == 1:
                 mbarrier.arrive(empty.index(done), count=1)
-            acc = _added(acc, before, s0, z0, t0, ZERO)
+            acc += before.to(gl.float32) * s0[:, None]
         # 4. Drain behind the second of two, or a single one.
         if i % 2 == 1 or STEPS == 1:
             d = warpgroup_mma_wait(0, deps=[d])
             if (i + 1) % EACH == 0:
                 mbarrier.arrive(empty.index(at), count=1)
-            acc = _added(acc, d, s, z, t, ZERO)
+            acc += d.to(gl.float32) * s[:, None]
         before = d
         s0 = s
-        z0 = z
-        t0 = t
         done = at
         if (i + 1) % EACH == 0:
             at, turn = advance(at, turn, STAGES)
@@ -176,10 +138,10 @@ def _stages(COUNT: gl.constexpr, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts
 
 
 @gluon.jit
-def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, parts, counts, xs, ws, ss, zs, ms, ts,
-             full, empty, N, M, KB, PER, waves, share, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-             BAND: gl.constexpr, EACH: gl.constexpr, ZERO: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr,
-             OUT: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, parts, counts, xs, ws, ss, ms, full, empty,
+             N, M, KB, PER, waves, share, WG: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+             EACH: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, SPREAD: gl.constexpr,
+             PDL: gl.constexpr):  # fmt: skip
     """Group WG of two: 64 rows of each tile."""
     BN: gl.constexpr = 2 * ROWS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32])
@@ -200,12 +162,12 @@ def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, part
         # 1. Two steps at a time; if they are stages of their own, there may be a single one behind.
         pairs = (end - first) // AT_ONCE * AT_ONCE
         for b in range(first, first + pairs, AT_ONCE):
-            acc, moved, at, turn = _stages(AT_ONCE, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts, full, empty, PER,
-                                           WG, STAGES, EACH, ZERO, MOVED, ACC)  # fmt: skip
+            acc, moved, at, turn = _stages(AT_ONCE, b, acc, moved, at, turn, xs, ws, ss, ms, full, empty, PER, WG,
+                                           STAGES, EACH, MOVED, ACC)  # fmt: skip
         if AT_ONCE > 1:
             for b in range(first + pairs, end):
-                acc, moved, at, turn = _stages(1, b, acc, moved, at, turn, xs, ws, ss, zs, ms, ts, full, empty, PER,
-                                               WG, STAGES, EACH, ZERO, MOVED, ACC)  # fmt: skip
+                acc, moved, at, turn = _stages(1, b, acc, moved, at, turn, xs, ws, ss, ms, full, empty, PER, WG,
+                                               STAGES, EACH, MOVED, ACC)  # fmt: skip
         m0 = tile_m * BM
         # 2. The correction by zero points of x belongs to the sums of each part of K.
         if MOVED:
@@ -223,19 +185,17 @@ def _consume(y, tiles_of_y, x_scale, x_zero, bias, ys, out_scale, out_zero, part
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KB", "PER", "waves", "share", "out_scale", "out_zero"])
-def int8_groups_hopper(x, x_scale, x_zero, w, scale, zero, sums, x_sums, bias, y, tiles_of_y, parts, counts, out_scale,
-                       out_zero, M, N, KB, PER, waves, share, BM: gl.constexpr, STAGES: gl.constexpr,
-                       BAND: gl.constexpr, EACH: gl.constexpr, ALIGNED: gl.constexpr, ZERO: gl.constexpr,
-                       MOVED: gl.constexpr, HAS_BIAS: gl.constexpr, OUT: gl.constexpr, SPREAD: gl.constexpr,
-                       PDL: gl.constexpr):  # fmt: skip
+def int8_groups_hopper(x, x_scale, x_zero, w, scale, sums, bias, y, tiles_of_y, parts, counts, out_scale, out_zero,
+                       M, N, KB, PER, waves, share, BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+                       EACH: gl.constexpr, ALIGNED: gl.constexpr, MOVED: gl.constexpr, HAS_BIAS: gl.constexpr,
+                       OUT: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """``y[m, n] = x_scale[m] * sum_k (x[m, k] - x_zero[m]) * W[n, k] + bias[n]``, or its codes.
 
     x, w, tiles_of_y: descriptors, of codes with blocks (BM, 128) and (128, 128), of y with blocks (BM, 64). KB: stages
-    of 128 columns; each has EACH = 1, 2 or 4 groups, or PER of them are a group. scale, zero and sums are descriptors
-    with blocks (EACH, 128), the latter two only with ZERO (INT zero points) and MOVED (x has zero points; sums of a
-    group's codes less zero points); x_sums is one with blocks (EACH, BM), for ZERO. OUT, out_scale, out_zero: as for
-    `int8_gemm.tiles`, numbers alone. BAND, SPREAD, parts and counts: as for `groups_hopper`. ALIGNED: N is a
-    multiple of 16.
+    of 128 columns; each has EACH = 1, 2 or 4 groups, or PER of them are a group. scale and sums are descriptors with
+    blocks (EACH, 128), the latter only with MOVED (x has zero points; sums of a group's codes). OUT, out_scale,
+    out_zero: as for `int8_gemm.tiles`, numbers alone. BAND, SPREAD, parts and counts: as for `groups_hopper`. ALIGNED:
+    N is a multiple of 16.
     """
     if ALIGNED:
         N = N // 16 * 16  # tells the compiler
@@ -243,13 +203,8 @@ def int8_groups_hopper(x, x_scale, x_zero, w, scale, zero, sums, x_sums, bias, y
     xs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 128], x.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES, 2 * ROWS, 128], w.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [STAGES, EACH, 2 * ROWS], scale.layout)
-    # Parameters that do not apply stand for each other: a constexpr branch never reads them.
-    zs = ss
+    # Sums that do not apply have a stand-in: a constexpr branch never reads them.
     ms = ss
-    ts = ss
-    if ZERO:
-        zs = gl.allocate_shared_memory(zero.dtype, [STAGES, EACH, 2 * ROWS], zero.layout)
-        ts = gl.allocate_shared_memory(x_sums.dtype, [STAGES, EACH, BM], x_sums.layout)
     if MOVED:
         ms = gl.allocate_shared_memory(sums.dtype, [STAGES, EACH, 2 * ROWS], sums.layout)
     y0 = gl.allocate_shared_memory(tiles_of_y.dtype, [BM, ROWS], tiles_of_y.layout)
@@ -260,12 +215,12 @@ def int8_groups_hopper(x, x_scale, x_zero, w, scale, zero, sums, x_sums, bias, y
     fence_async_shared()
     # 3. Two consumers and a copying warp; warps and registers as in `gemm_hopper`.
     gl.warp_specialize([
-        (_consume, (y, tiles_of_y, x_scale, x_zero, bias, y0, out_scale, out_zero, parts, counts, xs, ws, ss, zs, ms,
-                    ts, full, empty, N, M, KB, PER, waves, share, 0, BM, STAGES, BAND, EACH, ZERO, MOVED, HAS_BIAS,
-                    OUT, SPREAD, PDL)),
-        (_consume, (y, tiles_of_y, x_scale, x_zero, bias, y1, out_scale, out_zero, parts, counts, xs, ws, ss, zs, ms,
-                    ts, full, empty, N, M, KB, PER, waves, share, 1, BM, STAGES, BAND, EACH, ZERO, MOVED, HAS_BIAS,
-                    OUT, SPREAD, PDL)),
-        (_produce, (x, w, scale, zero, sums, x_sums, xs, ws, ss, zs, ms, ts, full, empty, N, M, KB, PER, waves, share,
-                    BM, STAGES, BAND, EACH, ZERO, MOVED, PDL)),
+        (_consume, (y, tiles_of_y, x_scale, x_zero, bias, y0, out_scale, out_zero, parts, counts, xs, ws, ss, ms, full,
+                    empty, N, M, KB, PER, waves, share, 0, BM, STAGES, BAND, EACH, MOVED, HAS_BIAS, OUT, SPREAD,
+                    PDL)),
+        (_consume, (y, tiles_of_y, x_scale, x_zero, bias, y1, out_scale, out_zero, parts, counts, xs, ws, ss, ms, full,
+                    empty, N, M, KB, PER, waves, share, 1, BM, STAGES, BAND, EACH, MOVED, HAS_BIAS, OUT, SPREAD,
+                    PDL)),
+        (_produce, (x, w, scale, sums, xs, ws, ss, ms, full, empty, N, M, KB, PER, waves, share, BM, STAGES, BAND, EACH,
+                    MOVED, PDL)),
     ], [4, 1], [240, 24])  # fmt: skip
