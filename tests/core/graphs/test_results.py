@@ -18,6 +18,14 @@ class Dense(TorchParts):
         return lambda values: [y.contiguous() for y in run(values)]
 
 
+class Apart(TorchParts):
+    """Returns each result in memory of its own, as devices do."""
+
+    def compile(self, part):
+        run = super().compile(part)
+        return lambda values: [y.clone() for y in run(values)]
+
+
 X = torch.arange(120.0).view(2, 3, 4, 5)
 
 
@@ -62,3 +70,42 @@ def test_what_another_part_takes_is_not_turned():
     turns = [sum(base_name(node.target) == "permute" for node in part.nodes) for part in backend.parts]
     assert turns == [1, 1]  # that of the function, and one for its result
     assert len(graphs.explain().host) == 1
+
+
+SHARING = {
+    "owner": lambda x: (lambda y: (y, y[0], y.mT))(x + 1),
+    "views": lambda x: (lambda y: (y[:, :2], y[1:], y[:, 1:3]))(x + 1),
+    "pieces": lambda x: (lambda y: (y, *y.split(2, -1)))(x.mT * 2),
+    "other_dtype": lambda x: (lambda y: (y.view(torch.int32), y))(x + 1),
+    "copies": lambda x: (x.clone(), x.clone(), x + 1, x + 1),
+    "of_an_argument": lambda x: (x[0], x.mT, x * 2),
+    "of_a_copy": lambda x: (lambda y: (y, y.clone()[:1], y.clone()[0]))(x + 1),
+    "written_before": lambda x: (lambda y: (y[0].add_(1), y.mul_(2)))(x + 1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("refused", [(), ("select",), ("add",)])
+@pytest.mark.parametrize("name", SHARING)
+def test_writes_to_a_result_show_in_those_that_share_its_memory(name, refused):
+    function, given = SHARING[name], (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4))
+    compiled = Apart(refused=refused).compiled(function)
+    for _ in range(2):
+        found, expected = compiled(given[0]), function(given[1])
+        for one, other in zip(found, expected, strict=True):
+            one.mul_(3)
+            other.mul_(3)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*given)
+
+
+@torch.no_grad()
+def test_writes_behind_a_break_to_a_view_from_before_it():
+    def function(x):
+        y = x * 2
+        y[0][y[0] > 3] += 1  # a break: the size depends on values
+        return y
+
+    x, backend = torch.arange(12.0).view(3, 4), Apart()
+    torch.testing.assert_close(backend.compiled(function)(x), function(x))
+    assert backend.parts

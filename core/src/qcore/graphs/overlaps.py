@@ -61,12 +61,12 @@ class Overlaps:
 
     def _overlapping(self, group: Sequence[int], values: Sequence[Any]) -> list[int]:
         """Those of one memory that overlap a written one, or are written and overlap another."""
-        spans = {place: _span(values[place]) for place in group}
+        spans = {place: span(values[place]) for place in group}
         return [
             place
             for place in group
             if any(
-                other != place and {place, other} & self._written and _meet(spans[place], spans[other])
+                other != place and {place, other} & self._written and meet(spans[place], spans[other])
                 for other in group
             )
         ]
@@ -78,7 +78,7 @@ def count_writes(values: Sequence[Any], overlap: Overlap) -> None:
     torch.autograd.graph.increment_version([one for one in tensors if not one.is_inference()])
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def span(x: Tensor) -> tuple[int, int]:
     """The bytes from the first to behind the last element."""
     if not x.numel():
         return 0, 0
@@ -87,7 +87,8 @@ def _span(x: Tensor) -> tuple[int, int]:
     return first * x.itemsize, (first + last + 1) * x.itemsize
 
 
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two spans have a byte in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 

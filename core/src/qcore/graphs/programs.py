@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._functorch.compile_utils import fx_graph_cse
 
 from ..errors import QcoreWarning, first_line
-from . import cutting, recognizing, states, windows
+from . import aliases, cutting, recognizing, states, windows
 from .backends import Compiled, GraphBackend, Input, Part, PartRefused, Role
 from .explaining import HostNode, PartReport, Report
 
@@ -49,6 +49,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     ``given``: one per placeholder; a static one that is written to becomes a state.
     """
     written = _take_writes(module)
+    views = aliases.take_views(module)
     module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
     recognizing.clean(module)
     recognizing.choose(module)
@@ -73,6 +74,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
             in_place |= done
     read = [i for i, place in enumerate(places) if any(user.op == "call_function" for user in place.users)]
     _finish_writes(module, {place: value for place, value in writes.items() if place not in in_place}, report)
+    aliases.give_views(module, views)
     report.host += [HostNode.of(lines[name], why) for name, why in left.items()]
     module.graph.eliminate_dead_code()
     module.recompile()

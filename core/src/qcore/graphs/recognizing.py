@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .copying import memory_of
 from .ops import base_name
 
 _aten = torch.ops.aten
@@ -28,6 +29,7 @@ _qcore: Any = torch.ops.qcore_graph
 def clean(module: fx.GraphModule) -> None:
     """Remove slices, expansions, views and casts that change nothing, and empty parts of what is joined, in place."""
     _drop_empty(module.graph)
+    returned = {memory_of(one.meta.get("val")) for one in module.graph.output_node().all_input_nodes}
     for node in list(module.graph.nodes):
         if node.op != "call_function" or base_name(node.target) not in _NOTHING:
             continue
@@ -35,6 +37,8 @@ def clean(module: fx.GraphModule) -> None:
             continue
         source, value = node.args[0], node.meta.get("val")
         before = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if memory_of(value) in returned and memory_of(value) != memory_of(before):  # a copy, of which a view is a result
+            continue
         if isinstance(value, Tensor) and isinstance(before, Tensor) and _same(value, before):
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
