@@ -37,6 +37,13 @@ EDGES = {
     "remainders": (lambda x: (torch.fmod(x, 0.3), x % 0.3, x % -0.7), (HALVES.bfloat16(),)),
     "compared": (lambda x: (x > 0.3, x == 0.3, x == 0.1, x != 0.1, x <= 7.7, x < -2.6), (HALVES.bfloat16(),)),
     "compared_half": (lambda x: (x > 0.3, x == 0.3, x == 0.1, x != 0.1, x >= 7.7), (HALVES.half(),)),
+    "index_fill": (
+        lambda x, i: (
+            x.index_fill(0, i, 3), x.index_fill(1, i, _NAN), x.index_fill(-1, i[1], x[0, 0]),
+            x[0, 1].index_fill(0, i[:1], 2), x[0, 1].index_fill(0, i[:0], 2), (x > 2).index_fill(0, i, True),
+        ),
+        (torch.arange(12.0).view(3, 4), torch.tensor([-1, 0, -3])),
+    ),
     "negative_view": (lambda x: x * 2, (torch.view_as_complex(torch.ones(3, 2)).conj().imag,)),
 }  # fmt: skip
 

@@ -81,13 +81,14 @@ Not ``grid_sampler_2d``, whose decomposition makes integers of coordinates that 
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
-    """Torch's decompositions to core ATen ops without `KEPT`, with `MORE`, those in `fused`, and one for ``roll``."""
+    """Torch's decompositions to core ATen ops without `KEPT`, with `MORE`, those in `fused`, and those for ``roll`` and ``index_fill``."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     table: Any = core_aten_decompositions()
     found = {op: rule for op, rule in table.items() if base_name(op) not in KEPT}
     more = {op: rule for op, rule in decomposition_table.items() if base_name(op) in MORE}
-    return {**more, **found, **fused.DECOMPOSITIONS, torch.ops.aten.roll.default: _rolled}
+    fills = dict.fromkeys((torch.ops.aten.index_fill.int_Scalar, torch.ops.aten.index_fill.int_Tensor), _filled)
+    return {**more, **found, **fused.DECOMPOSITIONS, **fills, torch.ops.aten.roll.default: _rolled}
 
 
 def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
@@ -102,6 +103,15 @@ def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tenso
         else:  # without a part that has no elements
             x = x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _filled(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """``aten::index_fill`` by an index that may be negative: torch copies, and copies take none."""
+    if not x.dim():
+        return _filled(x.unsqueeze(0), 0, index, value).squeeze(0)
+    filled = value.to(x.dtype) if isinstance(value, Tensor) else x.new_full((), value)
+    where = (*[None] * (dim % x.dim()), index.reshape(-1))
+    return torch.ops.aten.index_put(x, where, filled)
 
 
 def base_name(target: Any) -> str:
