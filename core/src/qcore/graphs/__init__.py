@@ -29,8 +29,7 @@ returns a function that repeats a call without these checks.
 fails to compile, and a part that it refuses when it is called (`PartRefused`). `explain` has the reason.
 
 **Aliases.** For each way in which arguments overlap what a graph writes there is a program of its own (`overlaps`).
-Results have torch's strides where they fill their memory; each has memory of its own, also where torch's are views of
-each other.
+Results have torch's strides where they fill their memory, and share it where torch's do (`aliases`).
 
 Public: the names below; plugins import them from `qcore.plugin_api`. May import: nn and the floors below it. Imported
 by: checkpoint, plugin_api, `qcore`.

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..errors import QcoreWarning, first_line
 from ..nn.graph_ops import CAPTURES
-from . import overlaps, programs, states
+from . import batches, overlaps, programs, states  # noqa: F401 - batches registers rules
 from .backends import GraphBackend, Role
 from .breaks import why_broken, why_eager, why_unrecorded
 from .explaining import Record, Report, remember

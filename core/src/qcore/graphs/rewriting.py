@@ -18,15 +18,18 @@ from .items import ask_items, is_item
 def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of the recorded graph in which linear, attention and norms call ``torch.ops.qcore_graph``.
 
-    These ops have no derivatives: a graph that computes some by `torch.func.jvp` stays as it is.
+    These ops have no derivatives: a graph that computes some by `torch.func.jvp` stays as it is. So does what is within
+    `torch.vmap`, of which torch knows how to compute a batch.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     ask_items(graph)
     if computes(module, "_jvp_increment_nesting"):
         return fx.GraphModule(module, graph)
+    depth = 0
     for node in graph.nodes:
-        rule = _RULES.get(node.target) if node.op == "call_function" else None
+        depth += _DEPTHS.get(getattr(node.target, "__name__", ""), 0)
+        rule = _RULES.get(node.target) if node.op == "call_function" and not depth else None
         made = rule(*node.args, **node.kwargs) if rule is not None else None
         if made is not None:
             node.target, node.args, node.kwargs = made[0], _as_autocast(node, made[1]), {}
@@ -129,6 +132,8 @@ def _layer_norm(
     return _op("layer_norm"), (input, weight, bias, eps)
 
 
+_DEPTHS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+"""What calls add to the number of `torch.vmap` around those behind them."""
 _RULES: dict[Any, Callable[..., _Made]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
