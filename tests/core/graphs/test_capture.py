@@ -69,6 +69,13 @@ def test_norms_of_half_precision_round_before_the_weight(dtype):
 
 
 @torch.no_grad()
+def test_rms_norm_of_float64_stays_in_float64():
+    x, other = torch.randn(5, 16, dtype=torch.float64), TorchParts(recognized=("rms_norm",))
+    found, expected = other.compiled(lambda x: nn.functional.rms_norm(x, (16,)))(x), nn.functional.rms_norm(x, (16,))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
 def test_what_only_looks_like_a_pattern_is_left():
     def mean_of_another(x):
         return x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-5)

@@ -209,7 +209,7 @@ def _without_cast(node: Any) -> Any:
 
 def _rms_norm(graph: fx.Graph, node: fx.Node) -> None:
     found = _normalized(node)
-    if found is None:
+    if found is None or node.meta["val"].dtype == torch.float64:  # the op computes in float32
         return
     wide, eps = found
     x, last = _without_cast(wide), node
