@@ -93,10 +93,19 @@ def test_half_precision(name, dtype):
     check(*run(function, args, dtype)[:2], {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype])
 
 
+@pytest.mark.parametrize("factor", [0.17671, 301])
 @pytest.mark.parametrize("name", ["mul", "div"])
-def test_factors_are_not_rounded_to_half_precision(name):
+def test_factors_are_not_rounded_to_half_precision(name, factor):
     x = torch.linspace(-3, 3, 99)
-    check(*run(lambda x: getattr(x, name)(0.17671), (x,), torch.bfloat16)[:2], 0.0)
+    check(*run(lambda x: getattr(x, name)(factor), (x,), torch.bfloat16)[:2], 0.0)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: torch.ops.qcore_graph.attention(x, x[:, :, :0], x[:, :, :0], None, False, None),
+    lambda x: torch.nn.functional.group_norm(x[:0], 2),
+], ids=["attention", "group_norm"])  # fmt: skip
+def test_tensors_without_elements(function):
+    check(*run(function, (torch.randn(2, 4, 3, 5),))[:2], 0.0)
 
 
 @pytest.mark.parametrize("function", [

@@ -56,7 +56,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask.astype(scores.dtype)
     # Rows that see nothing give zeros, as torch's attention does.
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # there may be no keys
     shares = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     total = jnp.sum(shares, axis=-1, keepdims=True)
     shares = shares / jnp.where(total == 0, 1.0, total)

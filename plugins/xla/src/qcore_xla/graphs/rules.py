@@ -109,7 +109,7 @@ def _sub(a: Any, b: Any, *, alpha: Any = 1, **_: Any) -> Any:
 
 def _with_factor(a: Any, b: Any) -> tuple[Any, Any]:
     """Two factors; torch does not round a number to the 16 bits of the other, but only the result."""
-    return (widened(a), widened(b)) if isinstance(a, float) or isinstance(b, float) else (a, b)
+    return (widened(a), widened(b)) if isinstance(a, (int, float)) or isinstance(b, (int, float)) else (a, b)
 
 
 @rule("mul")
@@ -485,11 +485,10 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: f
 
 @rule("native_group_norm")
 def _group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, groups: int, eps: float) -> Any:
-    wide = widened(x).reshape(n, groups, -1)
+    wide = widened(x).reshape(n, groups, c // groups * hw)
     mean, var = jnp.mean(wide, -1, keepdims=True), jnp.var(wide, -1, keepdims=True)
     scale = lax.rsqrt(var + eps)
     shape = (1, c) + (1,) * (x.ndim - 2)
     y = ((wide - mean) * scale).reshape(x.shape)
     y = y if weight is None else y * weight.reshape(shape)
-    del hw
     return (y if bias is None else y + bias.reshape(shape)), mean[..., 0], scale[..., 0]
