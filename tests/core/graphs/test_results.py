@@ -100,6 +100,24 @@ def test_writes_to_a_result_show_in_those_that_share_its_memory(name, refused):
 
 
 @torch.no_grad()
+def test_results_beside_a_write_through_a_view():
+    def function(x):
+        x.view(3, 2, 2)[:, 1].add_(1)
+        y = x * 2
+        return x[:, :3], y[0], y
+
+    given, backend = (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)), Apart()
+    compiled = backend.compiled(function)
+    for _ in range(2):
+        found, expected = compiled(given[0]), function(given[1])
+        found[1].mul_(3)
+        expected[1].mul_(3)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*given)
+    assert not graphs.explain().refused
+
+
+@torch.no_grad()
 def test_writes_behind_a_break_to_a_view_from_before_it():
     def function(x):
         y = x * 2

@@ -23,11 +23,14 @@ class View(NamedTuple):
     calls: Sequence[fx.Node]
 
 
-def take_views(module: fx.GraphModule) -> list[View]:
-    """Let a graph return owners in the places of results that overlap others, in place."""
+def take_views(module: fx.GraphModule, writes: int) -> list[View]:
+    """Let a graph return owners in the places of results that overlap others, in place.
+
+    ``writes``: how many of the last results are not returned, but copied into arguments.
+    """
     output = module.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    found = [View(place, _views(results[place])) for place in _overlapping(results)]
+    found = [View(place, _views(results[place])) for place in _overlapping(results[: len(results) - writes])]
     found = [view for view in found if view.calls and _source(view.calls[0]).op == "call_function"]
     for place, calls in found:
         results[place] = _source(calls[0])

@@ -49,7 +49,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     ``given``: one per placeholder; a static one that is written to becomes a state.
     """
     written = _take_writes(module)
-    views = aliases.take_views(module)
+    views = aliases.take_views(module, len(written))
     module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
     recognizing.clean(module)
     recognizing.choose(module)
