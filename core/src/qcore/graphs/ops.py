@@ -116,6 +116,8 @@ def _filled(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 def base_name(target: Any) -> str:
     """The name of an op without namespace and overload: ``"add"`` for ``torch.ops.aten.add.Tensor``."""
+    if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001 - torch has no public name for it
+        return target.name()
     return str(getattr(target, "_schema", target)).partition("(")[0].partition("::")[2].partition(".")[0]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from .inlining import inlined
 from .items import ask_items, is_item
 
 
@@ -21,7 +22,7 @@ def keep_whole(module: fx.GraphModule) -> fx.GraphModule:
     These ops have no derivatives: a graph that computes some by `torch.func.jvp` stays as it is. So does what is within
     `torch.vmap`, of which torch knows how to compute a batch.
     """
-    graph = fx.Graph()
+    module, graph = inlined(module), fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     ask_items(graph)
     if computes(module, "_jvp_increment_nesting"):
