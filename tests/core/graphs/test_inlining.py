@@ -65,7 +65,9 @@ def test_regions_are_part_of_the_graph(kind):
         assert (names.count("linear"), names.count("layer_norm")) == (2, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*this graph runs in torch", "ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*this graph runs in torch", "ignore:.*should not be instantiated:DeprecationWarning"
+)
 def test_checkpoints_of_calls_with_gradients_stay():
     torch.manual_seed(0)
     model = Checkpointed()

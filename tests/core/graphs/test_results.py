@@ -72,15 +72,20 @@ def test_what_another_part_takes_is_not_turned():
     assert len(graphs.explain().host) == 1
 
 
+def of(function):
+    """Calls ``function`` with a tensor that has memory of its own."""
+    return lambda x: function(x + 1)
+
+
 SHARING = {
-    "owner": lambda x: (lambda y: (y, y[0], y.mT))(x + 1),
-    "views": lambda x: (lambda y: (y[:, :2], y[1:], y[:, 1:3]))(x + 1),
-    "pieces": lambda x: (lambda y: (y, *y.split(2, -1)))(x.mT * 2),
-    "other_dtype": lambda x: (lambda y: (y.view(torch.int32), y))(x + 1),
+    "owner": of(lambda y: (y, y[0], y.mT)),
+    "views": of(lambda y: (y[:, :2], y[1:], y[:, 1:3])),
+    "pieces": of(lambda y: (y, *y.split(2, -1))),
+    "other_dtype": of(lambda y: (y.view(torch.int32), y)),
     "copies": lambda x: (x.clone(), x.clone(), x + 1, x + 1),
     "of_an_argument": lambda x: (x[0], x.mT, x * 2),
-    "of_a_copy": lambda x: (lambda y: (y, y.clone()[:1], y.clone()[0]))(x + 1),
-    "written_before": lambda x: (lambda y: (y[0].add_(1), y.mul_(2)))(x + 1),
+    "of_a_copy": of(lambda y: (y, y.clone()[:1], y.clone()[0])),
+    "written_before": of(lambda y: (y[0].add_(1), y.mul_(2))),
 }
 
 

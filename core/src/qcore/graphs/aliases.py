@@ -1,7 +1,7 @@
 """Results that share memory: a graph returns the tensor that owns it, and the host takes their views of it.
 
-In inference AOT autograd leaves that to the backend, whose parts return each tensor in memory of its own. A write to one
-result then has to show in the others: code behind a graph break, or the caller, may write.
+In inference AOT autograd leaves that to the backend, whose parts return each tensor in memory of its own. But a write
+to one result, by code behind a graph break or by the caller, has to show in the others.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def give_views(module: fx.GraphModule, views: Sequence[View]) -> None:
 
 def _overlapping(results: Sequence[Any]) -> list[int]:
     """Positions of results of which another node's has elements."""
-    known = [(place, node, node.meta.get("val")) for place, node in enumerate(results) if isinstance(node, fx.Node)]
     groups: dict[int, list[tuple[int, fx.Node, tuple[int, int]]]] = {}
-    for place, node, value in known:
+    for place, node in enumerate(results):
+        value: Any = node.meta.get("val") if isinstance(node, fx.Node) else None
         memory = memory_of(value)
         if memory is not None:
             groups.setdefault(memory, []).append((place, node, span(value)))

@@ -81,7 +81,7 @@ Not ``grid_sampler_2d``, whose decomposition makes integers of coordinates that 
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Any]:
-    """Torch's decompositions to core ATen ops without `KEPT`, with `MORE`, those in `fused`, and those for ``roll`` and ``index_fill``."""
+    """Torch's decompositions to core ATen ops without `KEPT`, with `MORE`, those in `fused` and two of our own."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     table: Any = core_aten_decompositions()
@@ -110,14 +110,14 @@ def _filled(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     if not x.dim():
         return _filled(x.unsqueeze(0), 0, index, value).squeeze(0)
     filled = value.to(x.dtype) if isinstance(value, Tensor) else x.new_full((), value)
-    where = (*[None] * (dim % x.dim()), index.reshape(-1))
-    return torch.ops.aten.index_put(x, where, filled)
+    y: Tensor = torch.ops.aten.index_put(x, (*[None] * (dim % x.dim()), index.reshape(-1)), filled)
+    return y
 
 
 def base_name(target: Any) -> str:
     """The name of an op without namespace and overload: ``"add"`` for ``torch.ops.aten.add.Tensor``."""
     if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001 - torch has no public name for it
-        return target.name()
+        return str(target)
     return str(getattr(target, "_schema", target)).partition("(")[0].partition("::")[2].partition(".")[0]
 
 

@@ -50,12 +50,7 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     """
     written = _take_writes(module)
     views = aliases.take_views(module, len(written))
-    module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
-    recognizing.clean(module)
-    recognizing.choose(module)
-    windows.replace_joined(module)
-    recognizing.take_whole_memory(module)
-    recognizing.recognize(module, backend.recognizes())
+    _simplify(module, backend)
     report.writes = len(written)
     device = _device_of(module)
     lines = {node.name: node for node in module.graph.nodes}
@@ -80,6 +75,16 @@ def build(module: fx.GraphModule, given: Sequence[Given], backend: GraphBackend,
     module.recompile()
     program.run = states.synchronized(module.forward, read) if read and backend.defers_writes else module.forward
     return program
+
+
+def _simplify(module: fx.GraphModule, backend: GraphBackend) -> None:
+    """Bring a graph into the form in which backends are asked for its nodes."""
+    module.graph = fx_graph_cse(module.graph)  # siblings ask for one product each
+    recognizing.clean(module)
+    recognizing.choose(module)
+    windows.replace_joined(module)
+    recognizing.take_whole_memory(module)
+    recognizing.recognize(module, backend.recognizes())
 
 
 def _is_part(node: fx.Node) -> bool:

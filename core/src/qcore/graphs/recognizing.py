@@ -37,7 +37,8 @@ def clean(module: fx.GraphModule) -> None:
             continue
         source, value = node.args[0], node.meta.get("val")
         before = source.meta.get("val") if isinstance(source, fx.Node) else None
-        if memory_of(value) in returned and memory_of(value) != memory_of(before):  # a copy, of which a view is a result
+        memory = memory_of(value)
+        if memory in returned and memory != memory_of(before):  # a copy, of which a view is a result
             continue
         if isinstance(value, Tensor) and isinstance(before, Tensor) and _same(value, before):
             node.replace_all_uses_with(source)
