@@ -46,10 +46,14 @@ def on_lines(x: Tensor, weight: Weight, device: Device, *, described: bool = Tru
 
 
 def _fits_lines(x: Tensor, *, described: bool = True) -> bool:
-    """Whether columns are contiguous and all rows begin on 16 bytes; a descriptor has a pitch even of one row."""
+    """Whether columns are contiguous and all rows begin on 16 bytes; a descriptor has a pitch even of one row.
+
+    Its rows cannot overlap: copies through one of expanded rows bring zeros.
+    """
     m, k = x.shape
     pitch = x.stride(0) if m > 1 else k if described else 0
-    return x.stride(1) == 1 and pitch * x.element_size() % _BYTES == 0 and x.data_ptr() % _BYTES == 0
+    lines = x.stride(1) == 1 and pitch * x.element_size() % _BYTES == 0 and x.data_ptr() % _BYTES == 0
+    return lines and (pitch >= k or not described)
 
 
 def copied(x: Tensor, columns: int, device: Device) -> Tensor:
