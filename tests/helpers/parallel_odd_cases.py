@@ -9,7 +9,7 @@ from typing import Any
 import parallel_cases
 import torch
 from parallel_cases import PAIR, pair, refused
-from parallel_models import Block, Mlp, experts, quantized, relative, with_order
+from parallel_models import Attention, Block, Mlp, experts, quantized, relative, with_order
 from torch import nn
 
 import qcore
@@ -106,6 +106,32 @@ def tied(rank: int, world: int) -> dict[str, Any]:
     return {"error": relative(model(ids), want), "whole": not {"embed", "head"} & cuts.keys(), "shared": shared}
 
 
+def bias_of_heads(rank: int, world: int, scheme: str = "") -> float:
+    """A table of biases per head, quantized or not, and a width that the module keeps, as in T5 and XGLM."""
+
+    class Biased(Attention):
+        def __init__(self) -> None:
+            super().__init__(96, 6, 6, 16)
+            self.embed_dim, self.bias = 96, nn.Embedding(9, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (p(x).unflatten(-1, (-1, 16)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            places = torch.arange(x.shape[1])
+            mask = self.bias((places[None] - places[:, None]) % 9).permute(2, 0, 1)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, mask[None])
+            return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:2], self.embed_dim))
+
+    model, x = Biased(), torch.randn(2, 5, 96)
+    if scheme:
+        qcore.quantize_(model, {"bias": scheme})
+        assert isinstance(model.bias, qcore.nn.QuantizedEmbedding)
+    model = quantized(model, "w8a16")
+    want = model(x)
+    assert len(shard_(model)) == 4
+    assert model.bias.weight.shape == (9, 6 // world)
+    return relative(model(x), want)
+
+
 SCHEMES = ("w8a16", "nf4", "mxfp4", "wfp8a16", "w4a16-g32-asym@minmax", "wfp4a16-g16-e4m3@absmax")
 AGAIN = (
     "block", "block fused", "block with one key", "uneven heads", "gather", "embedding", "floats", "gradients",
@@ -124,6 +150,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "few experts": few_experts,
     "unchanged": unchanged,
     "codes and order": codes_and_order,
+    "bias of heads": bias_of_heads,
+    "bias of heads, quantized": partial(bias_of_heads, scheme="w8a16"),
     "tied": tied,
     **{name: parallel_cases.CASES[name] for name in AGAIN},
 }  # fmt: skip

@@ -13,6 +13,7 @@ SUMS = [
     *(name for name in parallel_odd_cases.AGAIN if name.startswith(("scheme", "block"))),
 ]  # fmt: skip
 EXPERTS = [name for name in parallel_odd_cases.CASES if name.startswith("experts,")]
+BIASES = ["bias of heads", "bias of heads, quantized"]
 UNITS = {"groups, 40 features": 16, "groups, 44 features": 16, "groups, 64 features": 16, "groups, 100 features": 32}
 
 
@@ -29,7 +30,7 @@ def error_of(value):
     return value if isinstance(value, float) else value["error"] if "error" in value else value["tp"]
 
 
-@pytest.mark.parametrize("name", [*SUMS, *EXPERTS, "codes and order"])
+@pytest.mark.parametrize("name", [*SUMS, *EXPERTS, "codes and order", *BIASES])
 def test_error_is_that_of_a_sum(found, name):
     errors = [error_of(value) for value in found[name]]
     assert len(errors) == 3

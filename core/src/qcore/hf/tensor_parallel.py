@@ -27,7 +27,7 @@ from ..nn.linear import QuantizedLinear
 from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from ..parallel.cutting import Cut
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear, column_arguments
-from ..parallel.plans import plan_for, structures
+from ..parallel.plans import structures, units_for
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import localize, shard_, warn_if_different
 from ..weights.schemes import Scheme
@@ -54,7 +54,7 @@ class TensorParallel:
         self.cuts: dict[str, Cut] = {}
         self.done: set[str] = set()
         self._found = list(structures(model))
-        self._known = plan_for(model, size)
+        self._known = units_for(model, size)
         self._ranks: Ranks | None = None
 
     @classmethod

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..formats import Format
 from ..nn.base import QuantizedModule
+from ..nn.embedding import QuantizedEmbedding
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
 from .cutting import Cut, check_columns, shares
@@ -47,7 +48,7 @@ MLP: tuple[tuple[tuple[str, ...], str], ...] = (
 _HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_per_head", "key_value_proj_dim", "d_head")
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "n_local_heads")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
-WIDTHS = ("inner_dim", "all_head_size")
+WIDTHS = ("inner_dim", "all_head_size", "embed_dim")
 _FINE = 32
 """Groups of at least this are no slower than whole ones in every kernel of qcore, so an even cut may make them."""
 
@@ -57,7 +58,8 @@ class Attention:
     """An attention module that was recognized: full names of its layers, and its heads.
 
     **Fields:** ``owner``: the module that holds q and the numbers of heads; ``q``, ``k``, ``v``, ``o``; ``heads``,
-    ``kv_heads``, ``head_dim``; ``format``: that o is cut in, None if it can be cut anywhere.
+    ``kv_heads``, ``head_dim``; ``format``: that o is cut in, None if it can be cut anywhere; ``alone``: whether the
+    owner has nothing else that is made for all heads, so that cutting these four layers is enough.
     """
 
     owner: str
@@ -69,6 +71,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     format: Format | None
+    alone: bool = True
 
     def cuts(self, size: int) -> dict[str, Cut]:
         """The cuts over ``size`` ranks; empty if whole heads cannot be shared out, or leave groups too fine."""
@@ -87,12 +90,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """An MLP that was recognized: full names of its layers; ``hidden``: features between them; ``format``: of after."""
+    """An MLP that was recognized: full names of its layers; ``hidden``: features between them; ``format``: of after.
+
+    ``alone``: whether nothing between its layers needs all hidden features.
+    """
 
     before: tuple[str, ...]
     after: str
     hidden: int
     format: Format | None
+    alone: bool = True
 
     def cuts(self, size: int) -> dict[str, Cut]:
         """The cuts over ``size`` ranks; empty if there are too few features or groups."""
@@ -108,12 +115,21 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Cut]:
 
     Attention by whole heads (keys and values are replicated if there are fewer than ranks), MLPs by hidden features,
     fused experts by expert, or by tensor if they are fewer than the ranks. Other layers are left whole: embeddings,
-    ``lm_head``, attention whose heads cannot be shared out or are normalized together, and layers whose groups would
-    become too fine.
+    ``lm_head``, attention whose heads cannot be shared out or are normalized together, attention and MLPs with more
+    weights of all heads or hidden features (a gate, a norm for each head), and layers whose groups would be too fine.
+    """
+    return units_for(model, size, alone=True)
+
+
+def units_for(model: nn.Module, size: int, *, alone: bool = False) -> dict[str, Cut]:
+    """As `plan_for`, also where more than the layers themselves has to be cut, which a plan of the model's own may do.
+
+    ``alone``: only where it has not.
     """
     plan: dict[str, Cut] = {}
     for found in structures(model):
-        plan.update(found.cuts(size))
+        if found.alone or not alone:
+            plan.update(found.cuts(size))
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
             plan[name] = Cut("expert") if module.num_experts >= size else _by_tensor(module, size)
@@ -172,7 +188,8 @@ def _attention(model: nn.Module, path: str, names: tuple[str, str, str], outputs
     counts = q.out_features // head_dim, k.out_features // head_dim
     full_q, full_k, full_v, full_o = (_join(path, name) for name in (*names, out))
     fmt = None if _has_order(o) else _format(o)
-    return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim, fmt)
+    alone = not _spans_heads(owner, (*layers, o), counts[0], head_dim)
+    return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim, fmt, alone)
 
 
 def _head_dim(owner: nn.Module, width: int) -> int:
@@ -195,6 +212,44 @@ def _normalizes_heads_together(owner: nn.Module, widths: tuple[int, int], head_d
     return False
 
 
+def _spans_heads(owner: nn.Module, layers: Collection[nn.Module], heads: int, head_dim: int) -> bool:
+    """Whether an attention module has more of all heads than its four ``layers`` and what `shard_` cuts with them."""
+    if any(p.numel() > 1 and tuple(p.shape) != (heads,) for p in owner.parameters(recurse=False)):
+        return True
+    others = [child for child in owner.children() if not any(layer in set(child.modules()) for layer in layers)]
+    return any(not _is_of_a_head(child, heads, head_dim) for child in others)
+
+
+def _is_of_a_head(child: nn.Module, heads: int, head_dim: int) -> bool:
+    """Whether a child of an attention module treats each head alike, sees x before the heads, or is `bias_of_heads`."""
+    if isinstance(child, nn.Embedding) or bias_of_heads(child, heads, head_dim) is not None:
+        return heads != head_dim and child.embedding_dim in (heads, head_dim)
+    if any(isinstance(module, (QuantizedModule, nn.Linear)) for module in child.modules()):
+        return False
+    own = list(child.parameters(recurse=False))
+    # A norm for each head is a list of norms, or one with a weight of (heads, head_dim).
+    listed = len(own) < len(list(child.parameters()))
+    return not listed and all(p.dim() < 2 and (p.numel() != heads or heads in (1, head_dim)) for p in own)
+
+
+def bias_of_heads(child: nn.Module, heads: int, head_dim: int) -> Any:
+    """``child`` if it is a table with a number for each head, such as T5's relative bias; otherwise None."""
+    is_table = isinstance(child, (nn.Embedding, QuantizedEmbedding)) and child.embedding_dim == heads != head_dim
+    return child if is_table else None
+
+
+def _needs_all_features(parent: nn.Module, before: Sequence[Any], last: Any) -> bool:
+    """Whether an MLP has a norm, or another weight, of its hidden features, or a threshold over them."""
+    if getattr(parent, "activation_sparsity", 0):  # Gemma 3n: by mean and deviation of a token's hidden features
+        return True
+    hidden = last.in_features
+    if hidden in (before[0].in_features, last.out_features):  # norms beside the MLP have as many
+        return False
+    layers = {id(layer) for layer in (*before, last)}
+    others = [child for child in parent.children() if id(child) not in layers]
+    return any(p.dim() > 0 and p.shape[0] == hidden for child in others for p in child.parameters(recurse=False))
+
+
 def _mlp(path: str, parent: nn.Module, names: Sequence[str], after: str) -> Mlp | None:
     before, last = [linear_at(parent, name) for name in names], linear_at(parent, after)
     if last is None or any(layer is None for layer in before):
@@ -202,7 +257,8 @@ def _mlp(path: str, parent: nn.Module, names: Sequence[str], after: str) -> Mlp 
     wide = 2 if names == ("gate_up_proj",) else 1
     if any(layer.out_features != wide * last.in_features for layer in before):
         return None
-    return Mlp(tuple(_join(path, name) for name in names), _join(path, after), last.in_features, _format(last))
+    alone = not _needs_all_features(parent, before, last)
+    return Mlp(tuple(_join(path, name) for name in names), _join(path, after), last.in_features, _format(last), alone)
 
 
 def _format(layer: nn.Module) -> Format | None:

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import QcoreWarning, UnsupportedError, did_you_mean
 from ..model.fusing import fuse_children
 from ..model.selection import matches
-from ..nn.base import QuantizedModule
+from ..nn.base import QuantizedModule, adopt_hooks
 from ..nn.embedding import QuantizedEmbedding
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
@@ -27,7 +27,17 @@ from .experts import ParallelExperts, shares_of
 from .floats import FloatColumnParallelLinear, FloatRowParallelLinear
 from .linear import LOCAL, ColumnParallelLinear, RowParallelLinear, check_sums, column_arguments
 from .order import fold_order_
-from .plans import HEAD_COUNTS, KV_COUNTS, WIDTHS, Attention, Mlp, plan_for, structures
+from .plans import (
+    HEAD_COUNTS,
+    KV_COUNTS,
+    WIDTHS,
+    Attention,
+    Mlp,
+    bias_of_heads,
+    plan_for,
+    structures,
+    units_for,
+)
 from .ranks import AllReduce, Ranks
 
 _LINEAR = (QuantizedLinear, nn.Linear)
@@ -68,8 +78,10 @@ def shard_(
     cannot be cut; warns if the ranks choose different kernels.
     """
     ranks, sums = Ranks(group, all_reduce), _Sums(sum_dtype, scales)
-    known = plan_for(model, ranks.size)
-    chosen = known if plan is None else _chosen(model, _as_cuts(plan), known)
+    if plan is None:
+        chosen = plan_for(model, ranks.size)
+    else:
+        chosen = _chosen(model, _as_cuts(plan), units_for(model, ranks.size))
     for name, cut in chosen.items():
         _check(name, model.get_submodule(name), cut, ranks, sums)
     if plan is None and not chosen:
@@ -278,6 +290,19 @@ def _localize(owner: Any, attention: Attention, model: nn.Module) -> None:
         if parameter is not None and parameter.dim() == 1 and parameter.shape[0] == attention.heads:
             part = parameter.detach()[start : start + heads].clone()
             owner._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for name, child in list(owner.named_children()):
+        table = bias_of_heads(child, attention.heads, head)
+        if table is not None:
+            setattr(owner, name, _of_heads(table, start, heads))
+
+
+def _of_heads(table: Any, start: int, heads: int) -> nn.Embedding:
+    """The columns of this rank's heads, as floats: a quantized table of a column per head is no larger than they."""
+    quantized = isinstance(table, QuantizedEmbedding)
+    whole = table._store.neutral().dequantize(table._dtype) if quantized else table.weight.detach()
+    made = nn.Embedding.from_pretrained(whole[:, start : start + heads].clone(), freeze=quantized)
+    made.weight.requires_grad_(not quantized and table.weight.requires_grad)
+    return adopt_hooks(made, table)
 
 
 def warn_if_different(model: nn.Module, ranks: Ranks) -> None:
