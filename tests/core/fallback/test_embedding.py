@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import qcore
 from qcore.formats import PLAIN_INT32, Format, ZeroPoint
 
 
@@ -28,3 +29,12 @@ def test_no_indices_and_meta(table):
     assert kernel(torch.empty(0, 4, dtype=torch.int64), packed).shape == (0, 4, 96)
     meta = {name: tensor.to("meta") for name, tensor in packed.items()}
     assert kernel(torch.empty(5, dtype=torch.int64, device="meta"), meta).shape == (5, 96)
+
+
+@pytest.mark.parametrize("text", ["int4-g64", "int8-g64-asym", "nf4-g64", "fp4-g64-e8m0", "fp4-g16-e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_ragged_last_group_can_be_viewed(text, dtype):
+    weight = qcore.quantize(torch.randn(7, 100), text)
+    with qcore.using("torch"):
+        layer = qcore.nn.QuantizedEmbedding.from_qtensor(weight, dtype=dtype)
+        assert layer(torch.tensor([[1, 2], [6, 0]])).view(-1).shape == (400,)

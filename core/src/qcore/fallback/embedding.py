@@ -38,4 +38,4 @@ class PlainEmbedding(NeutralKernel):
         rows = self.reader.restore_order(
             self.reader.dense(data, scale, zero, self.out_dtype, packed.get("global_scale"))
         )
-        return rows.reshape(*x.shape, self.k)
+        return rows.reshape(*x.shape, self.k).contiguous()  # of a ragged last group it has room for a whole one
