@@ -50,6 +50,25 @@ def test_fake_of_another_dtype(add):
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fake_of_another_dtype_for_one_dtype_only(add, dtype):
+    """As of a fake that says float32, whatever x is."""
+    wrong = getattr(torch, dtype)
+    name = add(**call(lambda y, x: y.float() if type(x) is not torch.Tensor and x.dtype == wrong else y))
+    assert outcome(name, "fake") == (
+        "failed",
+        f"toy.linear: its fake has dtype torch.float32, the real result has torch.{dtype}",
+    )
+
+
+@pytest.mark.parametrize("change", [lambda y: y.t().contiguous().t(), lambda y: torch.cat((y, y), -1)[:, : y.shape[1]]])
+def test_result_that_is_not_contiguous(add, change):
+    state, reason = outcome(add(**call(lambda y, x: change(y))), "outputs")
+    assert state == "failed"
+    assert reason.startswith("toy.linear: its result of shape (17, 32) has strides (")
+    assert reason.endswith("return y.contiguous()")
+
+
 def test_kernel_that_reads_values_cannot_be_faked_or_compiled(add):
     name = add(**call(lambda y, x: y if x.sum().item() > -1e9 else -y))
     state, reason = outcome(name, "fake")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ class Law:
     """One law: ``statement`` in words, and one check, which raises `BrokenLawError` or `SkippedLawError`.
 
     ``sparse``: the check is costly and runs on one scheme per element type and kind of activation; the built-in tables
-    count as one element type.
+    count as one element type. ``each_dtype``: it runs on a sample of each dtype, all others on one.
     """
 
     name: str
@@ -105,6 +105,7 @@ class Law:
     scheme: SchemeLaw | None = None
     plugin: PluginLaw | None = None
     sparse: bool = False
+    each_dtype: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class LawItem:
 
 
 class Samples:
-    """One sample per contract and scheme, built on first use."""
+    """One sample per contract and scheme, and one of each dtype for some laws, built on first use."""
 
     def __init__(self, target: Target, cases: Iterable[Case], seed: int) -> None:
         self._target, self._seed = target, seed
@@ -139,11 +140,23 @@ class Samples:
         """Return the sample. Raises `RefusedError` if every case is refused, `BrokenLawError` if packing fails."""
         key = (contract, scheme)
         if key not in self._found:
-            self._found[key] = self._find(key)
+            self._found[key] = self._best(self._families.get(key, ()))
         found = self._found[key]
         if isinstance(found, str):
             raise RefusedError(found)
         return found
+
+    def in_each_dtype(self, contract: str, scheme: str) -> Iterator[Sample]:
+        """Yield a sample of each dtype that the plugin supports, built anew. Raises as `get` does."""
+        first = self.get(contract, scheme)
+        yield first
+        cases = self._families[contract, scheme]
+        for dtype in FLOAT_DTYPES:
+            part = f"-{str(dtype).removeprefix('torch.')}-"
+            if part not in first.prepared.case.id:
+                found = self._best(case for case in cases if part in case.id)
+                if isinstance(found, Sample):
+                    yield found
 
     def is_supported(self, contract: str, scheme: str) -> bool:
         """Whether the plugin offers a kernel for an ordinary weight in any dtype; builds no inputs."""
@@ -162,9 +175,9 @@ class Samples:
                 return self.get(*family)
         raise SkippedLawError("the plugin offers no kernel for any case")
 
-    def _find(self, key: tuple[str, str]) -> Sample | str:
+    def _best(self, cases: Iterable[Case]) -> Sample | str:
         reason = "there are no cases of it"
-        for case in sorted(self._families.get(key, ()), key=_preference):
+        for case in sorted(cases, key=_preference):
             prepared = PreparedCase(case, self._seed)
             answer = self._target.ask(prepared.on(self._target.device).request)
             if answer.kernels:
@@ -232,11 +245,12 @@ def _apply(target: Target, samples: Samples, item: LawItem) -> None:
     if law.plugin is not None:
         law.plugin(target, samples)
         return
-    sample = samples.get(item.contract, item.scheme)
-    if law.scheme is not None:
-        law.scheme(target, sample)
-    if law.kernel is not None:
-        _apply_to_kernels(target, sample, law.kernel)
+    every = samples.in_each_dtype if law.each_dtype else lambda *family: [samples.get(*family)]
+    for sample in every(item.contract, item.scheme):
+        if law.scheme is not None:
+            law.scheme(target, sample)
+        if law.kernel is not None:
+            _apply_to_kernels(target, sample, law.kernel)
 
 
 def _apply_to_kernels(target: Target, sample: Sample, check: KernelLaw) -> None:

@@ -194,11 +194,18 @@ _CALLS_KEPT = 4
 
 
 def own_results(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
-    """Check that each result has its own memory: not part of an input, and not written to by later calls."""
+    """Check that each result has its own memory, contiguous, not part of an input and not written to by later calls."""
     kept: list[tuple[Tensor, Tensor]] = []
     for turn in range(_CALLS_KEPT):
         here = _rolled(sample.here, turn)
         result = run_kernel("outputs", kernel.name, kernel, here, packed)
+        # Images may lie in another memory format: modules convert them to that of x.
+        if sample.prepared.contract.name != "conv2d" and not result.is_contiguous():
+            raise BrokenLawError(
+                "outputs",
+                f"{kernel.name}: its result of shape {tuple(result.shape)} has strides {result.stride()}; models call "
+                f"view() on it, as on torch's own: return y.contiguous()",
+            )
         shared = _shared_with(result, {"x": here.x, "bias": here.bias, **packed})
         if shared:
             raise BrokenLawError("outputs", f"{kernel.name}: its result shares memory with {shared}")
@@ -305,7 +312,12 @@ class _Experts(torch.nn.Module):
 
 LAWS = (
     Law("decision", "requested by name, the plugin runs a module, and the decision says so", scheme=decided),
-    Law("fake", "under fake tensors, shape, dtype and device equal those of the real result", kernel=fakes),
+    Law(
+        "fake",
+        "under fake tensors, shape, dtype and device equal those of the real result",
+        kernel=fakes,
+        each_dtype=True,
+    ),
     Law("opcheck", "torch.library.opcheck passes for the plugin's own ops", kernel=opcheck),
     Law(
         "compile",
@@ -315,6 +327,6 @@ LAWS = (
     ),
     Law("determinism", "equal inputs give equal bits", kernel=deterministic),
     Law("threads", "eight threads share a kernel, and each gets the result of its own x", kernel=threads),
-    Law("outputs", "each result has memory of its own, which no later call modifies", kernel=own_results),
+    Law("outputs", "each result has contiguous memory of its own, which no later call modifies", kernel=own_results),
     Law("devices", "on a machine with two devices of one kind, each gives correct results", kernel=two_devices),
 )
