@@ -69,6 +69,38 @@ def test_result_that_is_not_contiguous(add, change):
     assert reason.endswith("return y.contiguous()")
 
 
+KEPT = []
+
+
+def _keeping(kind):
+    def called(self, x, packed, bias, **given):
+        y = super(type(self), self).__call__(x, packed, bias, **given)
+        KEPT.append({"x": x, "result": y.detach(), "packed": packed}[kind])
+        return y
+
+    def pack(self, weight):
+        packed = super(type(self), self).pack(weight)
+        KEPT.append(packed)
+        return packed
+
+    return {"pack": pack} if kind == "weight" else {"__call__": called}
+
+
+@pytest.mark.parametrize("kind", ["x", "result", "packed", "weight"])
+def test_kernel_that_keeps_memory(add, kind):
+    state, reason = outcome(add(**_keeping(kind)), "memory")
+    KEPT.clear()
+    assert state == "failed"
+    assert "toy.linear: 8 rounds of pack and call left " in reason
+    assert reason.endswith("keep no x, result or packed weight, or hold it weakly")
+
+
+def test_kernel_that_keeps_a_buffer_for_a_shape_leaks_nothing(add):
+    buffers = {}
+    name = add(**call(lambda y, x: (buffers.setdefault(tuple(x.shape), torch.empty_like(y)), y)[1]))
+    assert outcome(name, "memory") == ("passed", "")
+
+
 def test_kernel_that_reads_values_cannot_be_faked_or_compiled(add):
     name = add(**call(lambda y, x: y if x.sum().item() > -1e9 else -y))
     state, reason = outcome(name, "fake")

@@ -1,4 +1,4 @@
-"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, own results, two devices, the decision.
+"""Laws on a kernel: fakes, opcheck, compilation, determinism, threads, own results, memory, two devices, the decision.
 
 `laws.inputs` has those on unusual inputs.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -230,6 +231,43 @@ def _address(tensor: Tensor) -> object:
         return object()
 
 
+_ROUNDS = 8
+"""Rounds of pack and call, between two counts of tensors."""
+
+
+def frees_memory(_target: Target, sample: Sample, kernel: Kernel, packed: Packed) -> None:
+    """Repeat pack and call: what was passed in and returned must be freed, once the caller has dropped it."""
+    del packed
+    _rounds(sample.here, kernel)  # caches by shape, buffers of a library, and what is imported on demand
+    before = _alive(sample.here.x.device)
+    _rounds(sample.here, kernel)
+    after = _alive(sample.here.x.device)
+    for what, count in after.items():
+        if count - before[what] >= _ROUNDS:
+            raise BrokenLawError(
+                "memory",
+                f"{kernel.name}: {_ROUNDS} rounds of pack and call left {count - before[what]} more {what} in memory; "
+                f"keep no x, result or packed weight, or hold it weakly",
+            )
+
+
+def _rounds(here: Problem, kernel: Kernel) -> None:
+    for _ in range(_ROUNDS):
+        # Other objects each time: the caller's own would hide a cache that is keyed by them.
+        fresh = replace(here, x=here.x.clone(), bias=None if here.bias is None else here.bias.clone())
+        packed = guarded("memory", f"{kernel.name}: pack", partial(kernel.pack, here.weight))
+        run_kernel("memory", kernel.name, kernel, fresh, packed)
+
+
+def _alive(device: torch.device) -> dict[str, int]:
+    """The tensors of this process, and the bytes of an accelerator's allocator."""
+    gc.collect()
+    found = {"tensors": sum(issubclass(type(item), Tensor) for item in gc.get_objects())}
+    if device.type == "cuda":
+        found["bytes of the device"] = torch.cuda.memory_allocated(device)
+    return found
+
+
 def _packed_call(kernel: Kernel, here: Problem) -> Tensor:
     return kernel(here.x, kernel.pack(here.weight), here.bias, **here.given)
 
@@ -328,5 +366,11 @@ LAWS = (
     Law("determinism", "equal inputs give equal bits", kernel=deterministic),
     Law("threads", "eight threads share a kernel, and each gets the result of its own x", kernel=threads),
     Law("outputs", "each result has contiguous memory of its own, which no later call modifies", kernel=own_results),
+    Law(
+        "memory",
+        "calls and pack keep nothing: inputs, results and packed weights are freed",
+        kernel=frees_memory,
+        sparse=True,
+    ),
     Law("devices", "on a machine with two devices of one kind, each gives correct results", kernel=two_devices),
 )
