@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import engine_models
 import pytest
@@ -11,6 +12,7 @@ import vllm_stand_in
 from engine_models import VOCABULARY, logits, saved
 
 import qcore
+from qcore.plugin_api import open_checkpoint
 
 SCHEME = "w4a16-g32-asym@minmax"
 IDS = torch.tensor([[1, 5, 9, 63, 64, 99]])
@@ -127,6 +129,22 @@ def test_a_tied_table_is_in_memory_once(serve, tmp_path):
     quantized(tmp_path / "model", "w4a16-g32@absmax", tied=True)
     (rank,) = serve(tmp_path / "model", tied=True)
     assert qcore.report(rank)["lm_head.qcore"].tied_to == "model.embed_tokens.qcore"
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32@absmax", "w8a16"])
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_head_that_a_model_ties_is_not_loaded(glue, tmp_path, scheme, ties):
+    """Gemma 2 has no head to load it into."""
+    from qcore_vllm.stream import stream
+
+    quantized(tmp_path / "model", scheme, tied=True)
+    config = vllm_stand_in.METHODS["qcore"].from_config({"quant_method": "qcore"})
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(tie_word_embeddings=ties)
+    with open_checkpoint(tmp_path / "model") as archive:
+        names = {name for name, _ in stream(archive, model, torch.float32, config)}
+    assert "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) is not ties
 
 
 def test_the_first_rank_logs_each_kernel(serve, tmp_path, caplog):

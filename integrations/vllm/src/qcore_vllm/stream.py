@@ -29,7 +29,7 @@ def stream(archive: Archive, model: nn.Module, dtype: torch.dtype, config: Qcore
     """
     numbers = {name for record in archive.records for names in _calibrated(archive, record) for name in names}
     names = _Names.of(model)
-    for name in sorted({*archive.records, *archive.plain_names()} - numbers):
+    for name in sorted({*archive.records, *archive.plain_names()} - numbers - _tied_heads(archive, model)):
         tensor = _quantized(archive, name, dtype, config) if name in archive.records else _plain(archive, name, config)
         yield from names.renamed(name, tensor)
 
@@ -37,6 +37,17 @@ def stream(archive: Archive, model: nn.Module, dtype: torch.dtype, config: Qcore
 def _calibrated(archive: Archive, record: str) -> Iterator[list[str]]:
     for names in archive.calibrated_names(record).values():
         yield list(names.values())
+
+
+def _tied_heads(archive: Archive, model: nn.Module) -> set[str]:
+    """Heads that are stored with the embedding's table, for a model that ties them: some, as Gemma 2, have no head.
+
+    transformers leaves such a head out of a float checkpoint.
+    """
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return set()
+    shared = {*archive.aliases, *archive.aliases.values()}
+    return {name for name in shared if f".{name}".endswith(".lm_head.weight")}
 
 
 def _quantized(archive: Archive, name: str, dtype: torch.dtype, config: QcoreConfig) -> Tensor:
