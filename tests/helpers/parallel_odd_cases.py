@@ -132,6 +132,19 @@ def bias_of_heads(rank: int, world: int, scheme: str = "") -> float:
     return relative(model(x), want)
 
 
+def meshes(rank: int, world: int) -> str:
+    """A mesh of two dimensions is refused by name."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model, x = pair("w8a16"), torch.randn(3, 96)
+    want = model(x)
+    message = refused(lambda: shard_(model, PAIR, mesh))
+    shard_(model, PAIR, mesh["tp"])
+    assert relative(model(x), want) < 5e-7
+    return message
+
+
 SCHEMES = ("w8a16", "nf4", "mxfp4", "wfp8a16", "w4a16-g32-asym@minmax", "wfp4a16-g16-e4m3@absmax")
 AGAIN = (
     "block", "block fused", "block with one key", "uneven heads", "gather", "embedding", "floats", "gradients",
@@ -151,6 +164,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "unchanged": unchanged,
     "codes and order": codes_and_order,
     "bias of heads": bias_of_heads,
+    "meshes": meshes,
     "bias of heads, quantized": partial(bias_of_heads, scheme="w8a16"),
     "tied": tied,
     **{name: parallel_cases.CASES[name] for name in AGAIN},

@@ -80,6 +80,13 @@ def test_a_refusal_changes_nothing(found, name):
         assert same
 
 
+def test_a_mesh_of_two_dimensions_is_refused(found):
+    for message in found["meshes"]:
+        assert message.endswith(
+            "a DeviceMesh of 2 dimensions; layers are cut along one.\nPass that one, such as mesh['tp']."
+        )
+
+
 def test_tied_tables_stay_whole(found):
     for value in found["tied"]:
         assert value["error"] < 5e-7

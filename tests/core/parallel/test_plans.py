@@ -7,6 +7,7 @@ import torch
 from parallel_models import Attention, Block, Mlp
 from torch import nn
 
+import qcore
 from qcore.parallel import plan_for
 from qcore.parallel.plans import units_for
 
@@ -75,3 +76,12 @@ def test_norm_beside_an_mlp_is_no_obstacle():
     layer.self_attn, layer.final_norm = Attention(64, 4, 4, 16), nn.LayerNorm(64)
     layer.fc1, layer.fc2 = nn.Linear(64, 64), nn.Linear(64, 64)
     assert {"fc1", "fc2"} <= plan_for(layer, 2).keys()
+
+
+def test_layers_that_share_their_weights_stay_whole():
+    """As those of Zamba's blocks: `shard_` refused its own plan."""
+    model = nn.ModuleList([Mlp(64, 96), Mlp(64, 96), Mlp(64, 96)])
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(model[1], name).weight = getattr(model[0], name).weight
+    qcore.quantize_(model, "w8a16")
+    assert {name.partition(".")[0] for name in plan_for(model, 2)} == {"2"}

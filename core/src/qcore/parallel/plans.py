@@ -17,6 +17,7 @@ from ..nn.base import QuantizedModule
 from ..nn.embedding import QuantizedEmbedding
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
+from ..nn.siblings import SiblingLinear
 from .cutting import Cut, check_columns, shares
 
 ATTENTION: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
@@ -116,7 +117,8 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Cut]:
     Attention by whole heads (keys and values are replicated if there are fewer than ranks), MLPs by hidden features,
     fused experts by expert, or by tensor if they are fewer than the ranks. Other layers are left whole: embeddings,
     ``lm_head``, attention whose heads cannot be shared out or are normalized together, attention and MLPs with more
-    weights of all heads or hidden features (a gate, a norm for each head), and layers whose groups would be too fine.
+    weights of all heads or hidden features (a gate, a norm for each head), layers that share a weight with others
+    (tied), and those whose groups would be too fine.
     """
     return units_for(model, size, alone=True)
 
@@ -128,7 +130,7 @@ def units_for(model: nn.Module, size: int, *, alone: bool = False) -> dict[str, 
     """
     plan: dict[str, Cut] = {}
     for found in structures(model):
-        if found.alone or not alone:
+        if not alone or (found.alone and not any(is_tied(model.get_submodule(name)) for name in _names_of(found))):
             plan.update(found.cuts(size))
     for name, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
@@ -158,6 +160,12 @@ def structures(model: nn.Module) -> Iterator[Attention | Mlp]:
 
 def _names_of(found: Attention | Mlp) -> set[str]:
     return {found.q, found.k, found.v, found.o} if isinstance(found, Attention) else {*found.before, found.after}
+
+
+def is_tied(layer: nn.Module) -> bool:
+    """Whether a layer shares its quantized weight with another one, other than by `qcore.fuse_`."""
+    quantized = isinstance(layer, QuantizedModule) and not isinstance(layer, SiblingLinear)
+    return quantized and len(layer._store.users) > 1  # type: ignore[union-attr]
 
 
 def linear_at(parent: nn.Module, path: str) -> Any:

@@ -37,7 +37,8 @@ class Ranks:
     **Arguments:** ``group``: a `torch.distributed.ProcessGroup`, a `DeviceMesh` of one dimension, or None for all
     ranks; ``all_reduce``: see `AllReduce`.
 
-    Raises `UnsupportedError` without an initialized process group, and on a process that is not in ``group``.
+    Raises `UnsupportedError` without an initialized process group, for a mesh of more dimensions, and on a process that
+    is not in ``group``.
     """
 
     def __init__(self, group: Any = None, all_reduce: AllReduce | None = None) -> None:
@@ -45,6 +46,11 @@ class Ranks:
             raise UnsupportedError(
                 "qcore.parallel needs a process group, and none is initialized.\n"
                 "Start the program with torchrun and call torch.distributed.init_process_group() first."
+            )
+        if getattr(group, "ndim", 1) != 1:
+            raise UnsupportedError(
+                f"the group is a DeviceMesh of {group.ndim} dimensions; layers are cut along one.\n"
+                f"Pass that one, such as mesh['tp']."
             )
         self.group = group.get_group() if hasattr(group, "get_group") else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -129,7 +135,7 @@ class Ranks:
         if self.group is not None or self._all_reduce is not None:
             raise UnsupportedError(
                 "a layer of qcore.parallel with a process group of its own cannot be pickled.\n"
-                "Save its state_dict(), one file per rank, or use torch.distributed.checkpoint."
+                "Save its state_dict(), one file per rank."
             )
         return Ranks, ()
 

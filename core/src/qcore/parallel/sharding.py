@@ -34,6 +34,7 @@ from .plans import (
     Attention,
     Mlp,
     bias_of_heads,
+    is_tied,
     plan_for,
     structures,
     units_for,
@@ -187,8 +188,7 @@ def _check_kind(module: nn.Module, cut: Cut, kinds: tuple[str, ...]) -> None:
     done = (ColumnParallelLinear, RowParallelLinear, FloatColumnParallelLinear, FloatRowParallelLinear)
     if isinstance(module, (*done, ParallelExperts, VocabParallelEmbedding)):
         raise UnsupportedError(f"a {type(module).__name__} is cut already: shard_ each layer once.")
-    tied = isinstance(module, QuantizedModule) and len(module._store.users) > 1
-    if tied and not isinstance(module, SiblingLinear):
+    if is_tied(module):
         raise UnsupportedError("the layer shares its weight with another one (tied): leave both whole.")
 
 
