@@ -162,10 +162,10 @@ def _names_of(found: Attention | Mlp) -> set[str]:
     return {found.q, found.k, found.v, found.o} if isinstance(found, Attention) else {*found.before, found.after}
 
 
-def is_tied(layer: nn.Module) -> bool:
+def is_tied(layer: Any) -> bool:
     """Whether a layer shares its quantized weight with another one, other than by `qcore.fuse_`."""
     quantized = isinstance(layer, QuantizedModule) and not isinstance(layer, SiblingLinear)
-    return quantized and len(layer._store.users) > 1  # type: ignore[union-attr]
+    return quantized and len(layer._store.users) > 1
 
 
 def linear_at(parent: nn.Module, path: str) -> Any:

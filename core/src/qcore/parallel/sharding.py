@@ -300,9 +300,10 @@ def _of_heads(table: Any, start: int, heads: int) -> nn.Embedding:
     """The columns of this rank's heads, as floats: a quantized table of a column per head is no larger than they."""
     quantized = isinstance(table, QuantizedEmbedding)
     whole = table._store.neutral().dequantize(table._dtype) if quantized else table.weight.detach()
-    made = nn.Embedding.from_pretrained(whole[:, start : start + heads].clone(), freeze=quantized)
+    part = whole[:, start : start + heads].clone()
+    made = adopt_hooks(nn.Embedding(table.num_embeddings, heads, _weight=part), table)
     made.weight.requires_grad_(not quantized and table.weight.requires_grad)
-    return adopt_hooks(made, table)
+    return made
 
 
 def warn_if_different(model: nn.Module, ranks: Ranks) -> None:
