@@ -72,7 +72,7 @@ WIDE = [linear(s, m, scale="float32") for s in ("w8a16-g64-asym", "w8a16-g128-fz
 WIDE += [linear(s, m, scale="float32") for s in ("w4a8-g32-asym-aasym", "w4a8-g64-aasym") for m in (64, 512)]
 WIDE += [linear("w4a16-g64", 300, size={"n": 4096, "k": 64}), linear("w8a8-aasym", 512, scale="float32")]
 MORE = [linear(s, 2048) for s in ("w4a16-g32", "w8a16-g128", "w4a8-g32", "w4a8-g32-asym")]
-MORE += [linear("w4a8-g64-asym-aasym", 512)]
+MORE += [linear(s, m) for s, m in (("w4a8-g64-asym-aasym", 512), ("w8a8-g64", 2048), ("w8a8-g128-aasym", 512))]
 # Tables and e4m3: each way to decode, each kind of scales, each kernel.
 TABLES = [linear(s, m) for s in ("mxfp4", "nvfp4", "nf4", "wfp8a16") for m in (1, 16, 64, 2048)]
 TABLES += [linear(s, m) for s in ("mxfp8", "wfp8_e5m2a16", "wnf4a16", "wfp4a16-g64-fzp") for m in (1, 512)]
@@ -116,6 +116,12 @@ UNITS = ((256, 0), (256, 1), (128, 0), (64, 1), (32, 2))
 TILES = [product("w4a8_units_hopper", list(f), s) for s in ("w4a8-g32", "w4a8-g64") for f in UNITS]
 TILES += [product("w4a8_units_hopper_64", [128, 2], s) for s in ("w4a8-g32", "w4a8-g32-aasym")]
 TILES += [product("w4a8_units_hopper_192", [128, split], "w4a8-g32") for split in (0, 1)]
+TILES += [
+    product("int8_groups_hopper", [tokens, split], s)
+    for s in ("w8a8-g64", "w8a8-g64-aasym", "w8a8-g256", "w8a8-g32-static-o8")
+    for tokens, split in ((128, 0), (64, 1), (32, 2))
+]
+TILES += [product("w8a8_groups_hopper", [tokens, 0], s) for s in ("w8a8-g64-asym-aasym", "w8a8-g256-asym") for tokens in (64, 32)]
 TILES += [
     product("gemm_hopper_192", [128, split], s)
     for s in ("w4a16-g128-asym", "w4a16-g32-asym", "w4a16-fzp", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")
@@ -170,8 +176,10 @@ HOPPER = {
     str(linear("w4a16-g32", 2048)): "gemm_hopper",
     str(linear("w8a16-g128", 2048)): "gemm_hopper",
     str(linear("w4a8-g32", 2048)): "gemm_hopper",
-    str(linear("w4a8-g32-asym", 2048)): "w4a8_groups_hopper",
-    str(linear("w4a8-g64-asym-aasym", 512)): "w4a8_groups_hopper",
+    str(linear("w4a8-g32-asym", 2048)): "groups_hopper",
+    str(linear("w4a8-g64-asym-aasym", 512)): "groups_hopper",
+    str(linear("w8a8-g64", 2048)): "int8_groups_hopper",
+    str(linear("w8a8-g128-aasym", 512)): "int8_groups_hopper",
     str(linear("w8a8-aasym", 2048)): "int8_hopper",
     str(linear("w4a16-g128", 2048)): "gemm_hopper",
     str(linear("w8a16", 2048)): "gemm_hopper",

@@ -72,8 +72,13 @@ FORMS = {
     "a8 w4-g32": int8_form(4, 32),
     "a8 w4-g32-xz": int8_form(4, 32, x_zero=True),
     "a8 w8-g64": int8_form(8, 64),
+    "a8 w8-g64-int": int8_form(8, 64, zero=1),
+    "a8 w8-g128": int8_form(8, 128),
+    "a8 w8-g128-int": int8_form(8, 128, zero=1),
 }
 UNMEASURED = {
+    "a8 w8-g32-int": int8_form(8, 32, zero=1),
+    "a8 w8-g384-xz": replace(int8_form(8, 128, x_zero=True), group=384),
     "a8 w4-g64": int8_form(4, 64),
     "a8 w4-g64-xz": int8_form(4, 64, x_zero=True),
     "a8 w4-g96": int8_form(4, 32, x_zero=True),
