@@ -121,7 +121,11 @@ TILES += [
     for s in ("w8a8-g64", "w8a8-g64-aasym", "w8a8-g256", "w8a8-g32-static-o8")
     for tokens, split in ((128, 0), (64, 1), (32, 2))
 ]
-TILES += [product("w8a8_groups_hopper", [tokens, 0], s) for s in ("w8a8-g64-asym-aasym", "w8a8-g256-asym") for tokens in (64, 32)]
+TILES += [
+    product("w8a8_groups_hopper", [tokens, 0], s)
+    for s in ("w8a8-g64-asym-aasym", "w8a8-g256-asym")
+    for tokens in (64, 32)
+]
 TILES += [
     product("gemm_hopper_192", [128, split], s)
     for s in ("w4a16-g128-asym", "w4a16-g32-asym", "w4a16-fzp", "nvfp4", "nf4", "w8a16", "w8a16-g32-asym", "wfp8a16")

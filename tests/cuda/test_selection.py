@@ -257,12 +257,20 @@ def kind_of(choice):
     return choice.product.name.removesuffix("_64").removesuffix("_192")
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "a8 w8-g64"])
+OWN = {
+    "a8 w8": "int8_hopper", "a8 w8-xz": "int8_hopper", "a8 w4": "w4a8_hopper", "a8 w4-g128": "w4a8_hopper",
+    "a8 w4-g32": "w4a8_groups_hopper", "a8 w4-g32-xz": "w4a8_groups_hopper",
+    "a8 w8-g64": "int8_groups_hopper", "a8 w8-g128": "int8_groups_hopper",
+    "a8 w8-g64-int": "w8a8_groups_hopper", "a8 w8-g128-int": "w8a8_groups_hopper",
+}  # fmt: skip
+"""Forms of int8 activations: the kernel for many rows on Hopper; all others have `gemm_hopper`."""
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_kernels_for_hopper_take_many_rows(gluon, name):
     from qcore_cuda.selection import choose
 
-    own = {"w8": "int8_hopper", "w4": "w4a8_groups_hopper" if "g32" in name else "w4a8_hopper"}
-    own = own[name[3:5]] if name.startswith("a8 ") else "gemm_hopper"
+    own = OWN.get(name, "gemm_hopper")
     found = []
     for n, k, rows in itertools.product(SIDES, SIDES, (512, 2048)):
         if n >= 2048 and n * k >= 1 << 24:
@@ -282,6 +290,8 @@ def test_kernels_for_hopper_take_many_rows(gluon, name):
         ("a8 w4-g128", "w4a8_hopper", [{"step": 32}, {"bits": 8}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w4-g32", "w4a8_groups_hopper", [{"group": 96}, {"zero": 2}, {"own_order": True}, {"rows": 8}]),
         ("a8 w8", "int8_hopper", [{"rows": 64}, {"bits": 4}, {"grouped": True}, {"zero": 1}]),
+        ("a8 w8-g64", "int8_groups_hopper", [{"rows": 8}, {"bits": 4}, {"group": 192}, {"zero": 1}, {"zero": 2}]),
+        ("a8 w8-g128-int", "w8a8_groups_hopper", [{"rows": 8}, {"bits": 4}, {"zero": 0}, {"own_order": True}]),
     ],
 )  # fmt: skip
 def test_kernels_for_hopper_refuse_what_they_cannot_compute(gluon, name, kernel, refused):
