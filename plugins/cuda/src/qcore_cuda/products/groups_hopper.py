@@ -13,14 +13,13 @@ from qcore_triton.codes import Codes
 from qcore_triton.weights import FLOAT_ZERO, INT_ZERO
 
 from ..problem import GemmProblem
-from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.hopper import descriptor, early, int4_words, room_for
 from ..runtime.launch import launch
 from .aligned import finished
 from .base import Operands
 from .quantized import arguments_of
-from .tails import TiledCodes, Tokens, tail_of
+from .tails import TiledCodes, Tokens, is_narrow, tail_of
 
 _STAGES = {128: 8, 64: 14, 32: 18}
 """The most stages of a ring, by tokens of a tile, if blocks have 32 columns."""
@@ -39,11 +38,8 @@ class _GroupsHopper(TiledCodes):
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Groups of whole blocks; no float zero points, results of one or two bytes, not scaled by tokens."""
         sized = problem.bits == self.bits and problem.grouped and self.block(problem) > 0
-        plain = problem.zero != FLOAT_ZERO and not (problem.out_by_token or problem.own_order)
-        return (
-            sized and plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
-            and hopper.fits(device, 128)
-        )  # fmt: skip
+        plain = problem.zero != FLOAT_ZERO and not problem.own_order
+        return sized and plain and is_narrow(device, problem)
 
     def sizes(self, problem: GemmProblem) -> Collection[int]:
         del problem

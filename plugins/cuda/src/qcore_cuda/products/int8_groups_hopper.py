@@ -11,14 +11,13 @@ from qcore_triton.codes import Codes
 from qcore_triton.weights import NO_ZERO
 
 from ..problem import GemmProblem
-from ..runtime import hopper
 from ..runtime.device import Device
 from ..runtime.hopper import descriptor, early, room_for
 from ..runtime.launch import launch
 from .aligned import finished
 from .base import Operands
 from .quantized import arguments_of
-from .tails import TiledCodes, Tokens, tail_of
+from .tails import TiledCodes, Tokens, is_narrow, tail_of
 
 _STAGES = {128: 6, 64: 8, 32: 10}
 """The most stages of a ring, by tokens of a tile."""
@@ -32,11 +31,7 @@ class Int8GroupsHopper(TiledCodes):
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         """Groups of 32, 64 or a multiple of 128, no zero points; results of one or two bytes, not scaled by tokens."""
         sized = problem.bits == 8 and problem.grouped and problem.step in (problem.group, 128)
-        plain = problem.zero == NO_ZERO and not problem.out_by_token
-        return (
-            sized and plain and problem.rows > 8 and problem.out_dtype.itemsize <= 2
-            and hopper.fits(device, 128)
-        )  # fmt: skip
+        return sized and problem.zero == NO_ZERO and is_narrow(device, problem)
 
     def sizes(self, problem: GemmProblem) -> Collection[int]:
         del problem

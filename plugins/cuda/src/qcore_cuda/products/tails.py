@@ -13,6 +13,7 @@ from qcore_triton.weights import Weight
 
 from ..costs import Work
 from ..problem import GemmProblem
+from ..runtime import hopper
 from ..runtime.counters import counters
 from ..runtime.device import Device
 from ..runtime.replay import empty, tracked
@@ -103,6 +104,12 @@ def tail_of(device: Device, x: Tensor, n: int, config: Tokens, blocks: int, rows
     parties = max(2, rows // ROWS)
     parts = empty(((programs + left) * parties * ROWS * config.bm,), torch.float32, x.device)
     return Tail(tiles, waves, share, programs, parts, tracked(counters, parties * left, x.device))
+
+
+def is_narrow(device: Device, problem: GemmProblem) -> bool:
+    """More than 8 rows, with results of one or two bytes, not scaled by tokens, on a GPU for kernels in Gluon."""
+    narrow = problem.out_dtype.itemsize <= 2 and not problem.out_by_token
+    return narrow and problem.rows > 8 and hopper.fits(device, 128)
 
 
 class TiledCodes(Int8Product[Tokens]):
