@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def on_cpu():
     library._destroy()
 
 
-def problem(scheme, shape, dtype=torch.float32):
-    draw = Draw(torch.Generator().manual_seed(3))
+def problem(scheme, shape, dtype=torch.float32, seed=3):
+    draw = Draw(torch.Generator().manual_seed(seed))
     request = _request(draw.fill(Scheme.parse(scheme)), torch.device("cpu"), dtype, shape)
     return _problem(draw, request, shape)
 
@@ -150,3 +151,17 @@ def test_what_has_no_kernel_is_refused_with_a_reason():
     assert "channel groups" in why_not(groups)
     long = problem("w8a8", _Shape("long", (1, 2048, 9, 9), 16, (5, 5))).request
     assert "too long" in why_not(long)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-fzp", "wnf4a16"])
+def test_equal_numbers_of_long_rows_are_not_rounded_alike(scheme):
+    from qcore_cuda import conv2d, conv_ops, ops
+
+    library = torch.library.Library(ops.NAMESPACE, "IMPL")
+    library.impl("conv2d_a16", conv_ops.conv2d_a16, "CPU")
+    made = problem(scheme, _Shape("wide", (1, 900, 3, 3), 32, (3, 3), padding=(1, 1)), torch.bfloat16, seed=7)
+    made = replace(made, x=made.x.abs())
+    kernel = conv2d.kernel(made.request)
+    verdict = CONV2D.judge(made, kernel(made.x, kernel.pack(made.weight), made.bias))
+    library._destroy()
+    assert verdict.ok, verdict.message

@@ -45,7 +45,8 @@ class PlainGroupedLinear(Kernel):
         )
         bfloat16 = request.x_dtype == request.out_dtype == torch.bfloat16 and request.activation is None
         aligned = request.n % _ALIGNMENT == 0 and request.k % _ALIGNMENT == 0 and request.n * request.k > 0
-        self.grouped_mm = bfloat16 and aligned and self.experts >= _FEWEST_EXPERTS and _has_grouped_mm(request.device)
+        many = self.experts >= _FEWEST_EXPERTS and self.linear.compute == torch.bfloat16
+        self.grouped_mm = bfloat16 and aligned and many and _has_grouped_mm(request.device)
         self._traced = op(grouped_linear, _fake, ("CompositeExplicitAutograd",))
 
     @property

@@ -11,10 +11,13 @@ from torch.nn import functional as F
 
 from ..contracts import LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
-from ..formats import ZeroPoint
+from ..formats import Format, ZeroPoint
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
 from .integer import activation_bound, centred_activations, concatenated, finish, integer_product, split_bias
-from .weights import NeutralKernel, autocast_device
+from .weights import NeutralKernel, WeightReader, autocast_device
+
+_LONG_GROUP = 256
+"""Columns from which on errors of equal numbers, which grow with their number, exceed those of independent ones."""
 
 
 def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
@@ -29,6 +32,24 @@ def compute_dtype(device: torch.device, x_dtype: torch.dtype, out_dtype: torch.d
     return x_dtype if native and out_dtype == x_dtype else torch.float32
 
 
+def rounds_alike(reader: WeightReader, dtype: torch.dtype) -> bool:
+    """Whether rounding a weight to ``dtype`` makes errors that add up: long groups have few different numbers.
+
+    Those are rounded alike wherever they occur. If they lie around 0, the errors of a number and of its negative
+    cancel, but not those of float zero points, nor of a table.
+    """
+    around_zero = reader.format.zero is not ZeroPoint.FLOAT and has_exact_values(reader.format, dtype)
+    return dtype.itemsize == 2 and reader.group > _LONG_GROUP and not around_zero
+
+
+def has_exact_values(format: Format, dtype: torch.dtype) -> bool:
+    """Whether the values of all codes are exact in ``dtype``."""
+    if format.element.values is None:
+        return True
+    table = torch.tensor([v for v in format.element.values if math.isfinite(v)], dtype=torch.float32)
+    return bool((table.to(dtype).float() == table).all())
+
+
 class PlainLinear(NeutralKernel, RowsKernel):
     """`linear` in plain torch ops, a chunk of output rows at a time."""
 
@@ -36,20 +57,15 @@ class PlainLinear(NeutralKernel, RowsKernel):
         super().__init__("torch.plain.linear", request.weight, request.n, request.k)
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
         self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+        if rounds_alike(self.reader, self.compute):
+            self.compute = torch.float32
         self.autocast = autocast_device(request.device)
         # Scaling the result is cheaper, and codes are exact in bfloat16 while a scaled weight is not. In float16 the
         # products of codes would overflow.
         one_scale = self.reader.groups == 1 and self.format.zero is not ZeroPoint.FLOAT
-        self.scale_after = one_scale and self.compute != torch.float16 and self._exact_values()
+        self.scale_after = one_scale and self.compute != torch.float16 and has_exact_values(self.format, self.compute)
         if isinstance(self.activation, (DynamicFP8, StaticFP8)):
             self.compute = torch.float64 if request.x_dtype == torch.float64 else torch.float32
-
-    def _exact_values(self) -> bool:
-        """Whether the values of all codes are exact in the dtype of the product."""
-        if self.format.element.values is None:
-            return True
-        table = torch.tensor([v for v in self.format.element.values if math.isfinite(v)], dtype=torch.float32)
-        return bool((table.to(self.compute).float() == table).all())
 
     def run(self, x: Tensor, packed: Packed, bias: Tensor | None, **runtime_params: Tensor) -> Tensor:
         if self.autocast and torch.is_autocast_enabled(self.autocast):

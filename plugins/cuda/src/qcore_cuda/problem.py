@@ -15,6 +15,12 @@ FLOAT, INT8 = "float", "int8"
 TERMS = 3
 """The number of bfloat16 matrices that float32 activations are the sum of."""
 
+LONG_GROUP = 256
+"""Columns of one scale from which on equal numbers, which 16 bits round alike, are so many that their errors add up.
+
+They cancel if numbers lie around 0: not with float zero points, nor with most tables.
+"""
+
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -77,11 +83,11 @@ class GemmProblem:
     ``units``: the weight has some, see `packing.units_of`.
 
     Derived: ``activations``: `FLOAT` or `INT8`; ``narrow``: x is of 16-bit floats; ``exact``: a weight must not be
-    rounded to x's dtype (float16, whose small numbers are coarse, a result wider than x, or a float zero point per row,
-    whose few numbers are rounded alike in all columns, so that errors add up); ``whole``: scales may come after the sum
-    over all of K (one group), as x and the result have 16 bits; ``sums``: with them come float zero points, times
-    sums of x; ``halves``: a block has two groups; ``lossless``: the products of codes and scales are exact in 16-bit
-    floats; ``rounded``: so are not even the numbers that codes stand for.
+    rounded to x's dtype (float16, whose small numbers are coarse, a result wider than x, or float zero points of long
+    groups, see `LONG_GROUP`); ``whole``: scales may come after the sum over all of K (one group), as x and the result
+    have 16 bits; ``sums``: with them come float zero points, times sums of x; ``halves``: a block has two groups;
+    ``lossless``: the products of codes and scales are exact in 16-bit floats; ``rounded``: so are not even the numbers
+    that codes stand for.
     """
 
     bits: int
@@ -119,13 +125,14 @@ class GemmProblem:
     def __post_init__(self) -> None:
         """Derive the properties that kernels read often."""
         narrow = self.x_dtype.itemsize == 2
-        both, added = narrow and self.out_dtype.itemsize == 2, self.one_group and self.zero == FLOAT_ZERO
+        both, added = narrow and self.out_dtype.itemsize == 2, self.zero == FLOAT_ZERO
+        alike = added and (self.one_group or self.group > LONG_GROUP)
         vars(self).update(
             activations=INT8 if self.codes else FLOAT,
             narrow=narrow,
-            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype or added,
+            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype or alike,
             whole=both and self.one_group,
-            sums=both and added,
+            sums=both and added and self.one_group,
             halves=self.bits == 4 and not self.one_group and 0 < self.group < self.block,
             lossless=self.element == "e2m1" and self.scale == torch.int8,
             rounded=self.element.startswith("t"),
