@@ -240,6 +240,21 @@ def test_sizes_that_fill_no_line_cost_little_more(gluon, name):
             assert us <= limit, (n - less, k - along, rows, product.name, us, even)
 
 
+def test_weights_that_16_bits_round_alike_are_not_dequantized(gluon):
+    from qcore_cuda.products.dense import DENSE
+    from qcore_cuda.selection import choose
+
+    table = "t" + "3f800000" * 16
+    for group, more in ((0, {"zero": 2}), (1024, {"zero": 2}), (0, {"element": table}), (1024, {"element": table})):
+        for rows in (16, 512, 2048):
+            problem = replace(float_form(group=group, **more), rows=rows, block=128)
+            assert problem.alike
+            assert not DENSE.serves(HOPPER, problem)
+            assert choose(HOPPER, problem).product.serves(HOPPER, problem)
+    for group, more in ((0, {}), (128, {"zero": 2}), (64, {"element": table})):
+        assert DENSE.serves(HOPPER, float_form(group=group, **more))
+
+
 def test_tiles_that_cannot_be_split_are_no_choice_of_their_own(gluon):
     from qcore_cuda.products.gemm_hopper import GEMM_HOPPER, Tokens
     from qcore_cuda.schedule import SPLITS

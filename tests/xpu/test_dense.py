@@ -52,6 +52,14 @@ def test_results_of_another_dtype_are_rounded_once(out, x, bias):
     assert check(replace(case, request=replace(case.request, out_dtype=out))).dtype == out
 
 
+@pytest.mark.parametrize(("scheme", "seed"), [("w4a16-fzp", 22), ("w4a16-g1024-fzp", 13)])
+def test_equal_numbers_of_long_groups_are_not_rounded_alike(scheme, seed):
+    """Seeds with which a weight in bfloat16 exceeds what is allowed 3.5 and 1.2 times."""
+    draw, case = Draw(torch.Generator().manual_seed(seed)), linear_problem(scheme, 4, 33, 8192, torch.bfloat16)
+    weight = draw.weight(33, 8192, draw.fill(Scheme.parse(scheme)).weight)
+    check(replace(case, x=case.x.abs(), weight=weight))
+
+
 @pytest.mark.parametrize("scheme", ["w4a16-g96-asym", "w8a16-g32-asym", "w4a16-fzp"])
 def test_dense_weights_are_those_of_the_formula(scheme):
     from qcore_triton.weights import Weight

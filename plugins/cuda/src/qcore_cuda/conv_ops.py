@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from qcore_triton import channel_groups
 from qcore_triton.geometry import Geometry
-from qcore_triton.weights import FLOAT_ZERO, Weight, bias_of, check_devices
+from qcore_triton.weights import Weight, bias_of, check_devices
 
 from .ops import define, device_guard, needs_guard
-from .problem import LONG_GROUP
 from .runtime.device import device_of
 from .runtime.launch import launch, options
 
@@ -75,7 +74,7 @@ def conv2d_a16(
 
     bias = bias_of(bias, n)
     weight = Weight(data, scale, zero, n, k, bits, group, element, factor)
-    dtype = x.dtype if x.dtype == out_dtype and not _rounds_alike(weight) else torch.float32
+    dtype = x.dtype if x.dtype == out_dtype and not weight.rounds_alike else torch.float32
     w = dequantized(weight, dtype).view(n, *kernel, -1).permute(0, 3, 1, 2)
     fused = bias if bias is not None and bias.dtype == dtype else None
     x = x.to(dtype)
@@ -89,11 +88,6 @@ def conv2d_a16(
     if bias is not None and fused is None:
         y = y.float() + bias.float().view(-1, 1, 1)
     return _last(y.to(out_dtype))
-
-
-def _rounds_alike(weight: Weight) -> bool:
-    """Whether errors of a weight rounded to 16 bits add up, see `problem.LONG_GROUP`."""
-    return weight.group > LONG_GROUP and (weight.zero_kind == FLOAT_ZERO or weight.element.startswith("t"))
 
 
 def conv2d_groups_a8(x: Tensor, *arguments: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from qcore_triton import host
 from qcore_triton.geometry import power_of_two
 from qcore_triton.host import CODE_ROWS
-from qcore_triton.weights import INTEGER, Weight
+from qcore_triton.weights import INTEGER, TABLE, Weight
 
 from . import weight_only
 from .kernels import fp8
@@ -182,7 +182,7 @@ def _by_token(
 
     Integer codes times scales of groups are rounded to float16, whose 11 bits are three more than sums of e4m3 need.
     """
-    if out_dtype.itemsize != NARROW or form.element.startswith("t"):
+    if out_dtype.itemsize != NARROW or form.element.startswith(TABLE):
         return None
     problem = float_problem(form, m, torch.float16, torch.float16)
     if group and m <= ROWS and (group % problem.block or problem.halves):

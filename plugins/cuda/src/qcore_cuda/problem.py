@@ -7,19 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from qcore_triton.weights import FLOAT_ZERO, INTEGER, NO_ZERO, Weight, pitch_of
+from qcore_triton.weights import FLOAT_ZERO, INTEGER, LONG_GROUP, NO_ZERO, TABLE, Weight, pitch_of
 
 FLOAT, INT8 = "float", "int8"
 """The two kinds of activations, with separate kernels and tables."""
 
 TERMS = 3
 """The number of bfloat16 matrices that float32 activations are the sum of."""
-
-LONG_GROUP = 256
-"""Columns of one scale from which on equal numbers, which 16 bits round alike, are so many that their errors add up.
-
-They cancel if numbers lie around 0: not with float zero points, nor with most tables.
-"""
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -87,7 +81,7 @@ class GemmProblem:
     groups, see `LONG_GROUP`); ``whole``: scales may come after the sum over all of K (one group), as x and the result
     have 16 bits; ``sums``: with them come float zero points, times sums of x; ``halves``: a block has two groups;
     ``lossless``: the products of codes and scales are exact in 16-bit floats; ``rounded``: so are not even the numbers
-    that codes stand for.
+    that codes stand for; ``alike``: see `Weight.rounds_alike`.
     """
 
     bits: int
@@ -121,21 +115,24 @@ class GemmProblem:
     halves: bool = field(init=False, compare=False)
     lossless: bool = field(init=False, compare=False)
     rounded: bool = field(init=False, compare=False)
+    alike: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Derive the properties that kernels read often."""
         narrow = self.x_dtype.itemsize == 2
         both, added = narrow and self.out_dtype.itemsize == 2, self.zero == FLOAT_ZERO
-        alike = added and (self.one_group or self.group > LONG_GROUP)
+        table, long = self.element.startswith(TABLE), self.group > LONG_GROUP
+        few = self.one_group or long
         vars(self).update(
             activations=INT8 if self.codes else FLOAT,
             narrow=narrow,
-            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype or alike,
+            exact=self.x_dtype != torch.bfloat16 or self.out_dtype != self.x_dtype or (added and few),
             whole=both and self.one_group,
             sums=both and added and self.one_group,
             halves=self.bits == 4 and not self.one_group and 0 < self.group < self.block,
             lossless=self.element == "e2m1" and self.scale == torch.int8,
-            rounded=self.element.startswith("t"),
+            rounded=table,
+            alike=long and (added or table),
         )
 
 

@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 from qcore import Format, FormatError, Kernel, QTensor, ScaleType, ZeroPoint
 from qcore.plugin_api import Packed, check_weight, has_values
 
-from .weights import INTEGER, ROWS, Weight, nonempty, pitch_of
+from .weights import INTEGER, ROWS, TABLE, Weight, nonempty, pitch_of
 
 _PLANAR = 4
 """Dimensions of planar16."""
@@ -73,7 +73,7 @@ def element_text(format: Format) -> str:
     values = [value if math.isfinite(value) else 0.0 for value in element.values]
     if any(value and not _SMALLEST <= abs(value) <= _LARGEST for value in values):
         raise FormatError(f"{format.dtype} weights have values that float16 cannot hold.")
-    return "t" + struct.pack(">16f", *values, *[0.0] * (16 - len(values))).hex()
+    return TABLE + struct.pack(">16f", *values, *[0.0] * (16 - len(values))).hex()
 
 
 def block_size(group_size: int | None) -> int:

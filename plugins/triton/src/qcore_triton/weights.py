@@ -16,6 +16,13 @@ NO_ZERO, INT_ZERO, FLOAT_ZERO = 0, 1, 2
 
 INTEGER = "int"
 """The `Weight.element` of signed integers."""
+TABLE = "t"
+"""What the `Weight.element` of a table begins with; its numbers follow."""
+LONG_GROUP = 256
+"""Columns of one scale from which on equal numbers, which 16 bits round alike, are so many that their errors add up.
+
+They cancel if numbers lie around 0: not with float zero points, nor with most tables.
+"""
 
 
 ROWS = 16
@@ -86,6 +93,11 @@ class Weight(NamedTuple):
     def zero_kind(self) -> int:
         """See the function of this name."""
         return zero_kind(self.zero)
+
+    @property
+    def rounds_alike(self) -> bool:
+        """Whether errors of the weight, rounded to 16 bits, add up over a row, see `LONG_GROUP`."""
+        return self.group > LONG_GROUP and (self.zero_kind == FLOAT_ZERO or self.element.startswith(TABLE))
 
     @property
     def order(self) -> int:

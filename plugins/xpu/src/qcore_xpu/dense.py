@@ -20,7 +20,7 @@ _CHUNK = 1 << 24
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``x @ W^T + bias``: x ``(M, K)`` float32, bfloat16 or float16, to ``(M, N)``; in float32 for wider results."""
-    dtype = _compute_dtype(x, out_dtype)
+    dtype = _compute_dtype(x, weight, out_dtype)
     fused, rest = split(bias, dtype)
     x, step = x.to(dtype), max(ROWS, _CHUNK // weight.k // ROWS * ROWS)
     parts = []
@@ -40,7 +40,7 @@ def conv2d(x: Tensor, weight: Weight, bias: Tensor | None, geometry: Geometry, o
 
     Convolution weights are small: this one is dequantized whole.
     """
-    dtype = _compute_dtype(x, out_dtype)
+    dtype = _compute_dtype(x, weight, out_dtype)
     w = dense(weight, dtype, 0, weight.n).view(weight.n, *geometry.kernel, -1).permute(0, 3, 1, 2)
     fused, rest = split(bias, dtype)
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
@@ -58,6 +58,6 @@ def dense(weight: Weight, dtype: torch.dtype, first: int, count: int) -> Tensor:
     return host.dense(launch, empty, part, dtype, num_warps=4)
 
 
-def _compute_dtype(x: Tensor, out_dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(x: Tensor, weight: Weight, out_dtype: torch.dtype) -> torch.dtype:
     """Products of 16-bit numbers are accumulated in float32, but returned in 16 bits."""
-    return x.dtype if x.dtype == out_dtype else torch.float32
+    return x.dtype if x.dtype == out_dtype and not weight.rounds_alike else torch.float32

@@ -54,7 +54,7 @@ class Dense(FloatProduct[Whole]):
 
     def serves(self, device: Device, problem: GemmProblem) -> bool:
         del device
-        return (problem.narrow and not problem.exact) or _alone(problem)
+        return (problem.narrow and not (problem.exact or problem.alike)) or _alone(problem)
 
     def rule(self, device: Device, problem: GemmProblem) -> Whole | None:
         del device
