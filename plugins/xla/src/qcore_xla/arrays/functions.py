@@ -6,6 +6,7 @@ unchanged. The weight is dequantized anew for it, slice by slice as in the produ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ from qcore import FormatError
 
 from ..graphs import quantized
 from ..graphs.quantized import Arrays, Layer
+from . import checks
 from .weights import PackedWeight
 
-Pair = int | tuple[int, int]
-_FLOATS = {jnp.dtype(name): getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+Pair = int | Sequence[int]
 
 
 def linear(x: Any, weight: PackedWeight, bias: Any = None) -> Array:
@@ -30,19 +31,21 @@ def linear(x: Any, weight: PackedWeight, bias: Any = None) -> Array:
 
     A scheme with int8 results gives int8. ``bias``: ``(N,)`` or None. Raises `FormatError` for wrong shapes or dtypes.
     """
-    _expect(weight, "linear")
-    _check_columns(x, weight)
-    return _run(_Call("linear", weight.layer, _dtype(x)), jnp.asarray(x), weight.arrays, bias, None)
+    checks.kind(weight, "linear")
+    x = jnp.asarray(x)
+    checks.columns(x, weight)
+    return _run(_Call("linear", weight.layer, checks.float_dtype(x)), x, weight.arrays, checks.bias(bias, weight), None)
 
 
 def embedding(indices: Any, weight: PackedWeight, *, dtype: Any = jnp.float32) -> Array:
     """Rows of a table ``(V, D)``: indices of any shape and integer dtype to ``(*indices.shape, D)`` of ``dtype``.
 
-    As everywhere in JAX, no error is raised for an index out of range: the last row is taken.
+    As everywhere in JAX, a negative index counts from the end, and no error is raised for an index out of range: the
+    nearest row is taken.
     """
-    _expect(weight, "embedding")
-    rows = quantized.gathered(jnp.asarray(indices), weight.arrays, weight.layer, _torch_dtype(dtype))
-    return rows.astype(dtype)
+    checks.kind(weight, "embedding")
+    rows = checks.row_numbers(jnp.asarray(indices), weight)
+    return quantized.gathered(rows, weight.arrays, weight.layer, checks.torch_dtype(dtype)).astype(dtype)
 
 
 def conv2d(
@@ -54,16 +57,11 @@ def conv2d(
     ``weight``: ``(OC, KH * KW * IC / groups)``, columns in the order (KH, KW, IC), which is how qcore stores
     convolutions; ``groups`` belong to the weight: see `qcore_xla.pack`. Raises `FormatError` for wrong shapes.
     """
-    _expect(weight, "linear", "conv2d")
-    geometry = tuple(one if isinstance(one, tuple) else (one, one) for one in (kernel_size, stride, padding, dilation))
-    columns = geometry[0][0] * geometry[0][1] * x.shape[1] // weight.layer.heads if x.ndim == 4 else -1
-    needed = weight.layer.k * weight.layer.heads
-    if columns != weight.layer.k:
-        raise FormatError(
-            f"x has shape {x.shape} and the kernel {geometry[0]}; a weight of shape {weight.shape} in "
-            f"{weight.layer.heads} groups needs x (B, IC, H, W) with KH * KW * IC = {needed}."
-        )
-    return _run(_Call("conv2d", weight.layer, _dtype(x), geometry), jnp.asarray(x), weight.arrays, bias, None)
+    checks.kind(weight, "linear", "conv2d")
+    x = jnp.asarray(x)
+    geometry = checks.geometry(x, weight, kernel_size, stride, padding, dilation)
+    call = _Call("conv2d", weight.layer, checks.float_dtype(x), geometry)
+    return _run(call, x, weight.arrays, checks.bias(bias, weight), None)
 
 
 def grouped_linear(x: Any, offsets: Any, weight: PackedWeight, bias: Any = None) -> Array:
@@ -71,9 +69,12 @@ def grouped_linear(x: Any, offsets: Any, weight: PackedWeight, bias: Any = None)
 
     ``offsets``: int32 ``(E,)``, the end of each expert's rows; rows after the last end give 0. ``bias``: ``(E, N)``.
     """
-    _expect(weight, "grouped_linear")
-    _check_columns(x, weight)
-    return _run(_Call("grouped_linear", weight.layer, _dtype(x)), jnp.asarray(x), weight.arrays, bias, offsets)
+    checks.kind(weight, "grouped_linear")
+    x, offsets = jnp.asarray(x), jnp.asarray(offsets)
+    checks.columns(x, weight)
+    checks.offsets(x, offsets, weight)
+    call = _Call("grouped_linear", weight.layer, checks.float_dtype(x))
+    return _run(call, x, weight.arrays, checks.bias(bias, weight), offsets)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class _Call:
         return y if self.layer.scheme.output is not None else y.astype(self.dtype)
 
     def _product(self, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
-        out = torch.int8 if self.layer.scheme.output is not None else _FLOATS[self.dtype]
+        out = torch.int8 if self.layer.scheme.output is not None else checks.torch_dtype(self.dtype)
         if self.kind == "conv2d":
             return quantized.convolved(x, arrays, bias, self.layer, out, *self.geometry)
         if self.kind == "grouped_linear":
@@ -138,36 +139,3 @@ def _of_bias(call: _Call, dy: Array, ends: Any) -> Array:
 
 
 _run.defvjp(_forward, _backward)
-
-
-def _expect(weight: PackedWeight, *kinds: str) -> None:
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(
-            f"weight is a {type(weight).__name__}; load gives a qcore_xla.PackedWeight for quantized weights."
-        )
-    if weight.layer.kind not in kinds:
-        raise FormatError(
-            f"a weight packed for {weight.layer.kind} cannot be used here, where {' or '.join(kinds)} is needed: "
-            f"see the arguments tables and groups of qcore_xla.load, table and groups of qcore_xla.pack."
-        )
-
-
-def _check_columns(x: Any, weight: PackedWeight) -> None:
-    if not x.ndim or x.shape[-1] != weight.layer.k:
-        raise FormatError(
-            f"x has shape {tuple(x.shape)}; a weight of shape {weight.shape} needs (..., {weight.layer.k})."
-        )
-
-
-def _dtype(x: Any) -> Any:
-    dtype = jnp.dtype(x.dtype)
-    if dtype not in _FLOATS:
-        raise FormatError(f"x is {dtype}; it must be float32, bfloat16 or float16.")
-    return dtype
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    found: torch.dtype | None = _FLOATS.get(jnp.dtype(dtype))
-    if found is None:
-        raise FormatError(f"dtype is {dtype}; it must be float32, bfloat16 or float16.")
-    return found

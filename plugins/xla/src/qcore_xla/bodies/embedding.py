@@ -27,7 +27,7 @@ def embedding(
         values = (values - z) * s if zero.dtype == jnp.int8 else values * s + z
     else:
         values = values * s
-    return values.reshape(indices.shape[0], -1).astype(form.out_dtype)
+    return values.reshape(indices.shape[0], length(data, 1)).astype(form.out_dtype)
 
 
 _LANES = 128

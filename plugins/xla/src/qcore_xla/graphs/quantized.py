@@ -216,7 +216,8 @@ def gathered(indices: Array, weight: Arrays, of: Layer, out_dtype: torch.dtype) 
     parts = (weight["data"], weight["scale"], weight.get("zero"), weight.get("factor"))
     rows = embedding(flat, *parts, form=of.form(out_dtype))
     if table.width != table.group and table.groups > 1:
-        rows = rows.reshape(-1, table.groups, table.width)[:, :, : table.group].reshape(flat.shape[0], -1)
+        rows = rows.reshape(-1, table.groups, table.width)[:, :, : table.group]
+        rows = rows.reshape(flat.shape[0], table.groups * table.group)
     return rows[:, : table.d].reshape(*indices.shape, table.d)
 
 
