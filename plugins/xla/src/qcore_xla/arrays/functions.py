@@ -15,9 +15,12 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 from qcore import FormatError
 
+from ..bodies.experts import expert_of_rows
+from ..bodies.varying import varying_like
 from ..graphs import quantized
 from ..graphs.quantized import Arrays, Layer
 from . import checks
@@ -100,42 +103,29 @@ class _Call:
             return quantized.experts(x, jnp.asarray(ends), arrays, bias, self.layer, out)
         return quantized.dense_rows(x, arrays, bias, self.layer, out)
 
+    def spread(self, bias: Array, shape: tuple[int, ...], ends: Any) -> Array:
+        """A tangent of the bias, as the bias is added to results of a shape."""
+        if self.kind == "grouped_linear":
+            expert = expert_of_rows(shape[0], ends)[:, None]
+            return jnp.where(expert < bias.shape[0], jnp.take(bias, expert[:, 0], axis=0, mode="clip"), 0)
+        return jnp.broadcast_to(bias[:, None, None] if self.kind == "conv2d" else bias, shape)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
     return call(x, arrays, bias, ends)
 
 
-def _forward(call: _Call, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Any:
+@partial(_run.defjvp, symbolic_zeros=True)
+def _jvp(call: _Call, primals: Any, tangents: Any) -> tuple[Array, Array]:
     if call.layer.scheme.output is not None:
         raise FormatError(f"{call.layer.scheme}: int8 results have no gradient.")
-    shape = jnp.zeros((*x.shape, 0))  # holds no values
-    like = None if bias is None else jnp.zeros((0,), bias.dtype)
-    return call(x, arrays, bias, ends), (arrays, ends, shape, like)
-
-
-def _backward(call: _Call, kept: Any, dy: Array) -> Any:
-    arrays, ends, shape, bias = kept
-    floats = replace(call, layer=replace(call.layer, straight=True))
-    x = jax.ShapeDtypeStruct(shape.shape[:-1], call.dtype)
-
-    def transposed(dy: Array, arrays: Arrays, ends: Any) -> Any:
-        return jax.linear_transpose(lambda x: floats(x, arrays, None, ends), x)(dy)[0]
-
-    # JAX does not batch what `graphs.quantized` transposes by itself.
-    dx = jax.custom_batching.sequential_vmap(transposed)(dy, arrays, ends)
-    return dx, None, None if bias is None else _of_bias(call, dy, ends).astype(bias.dtype), None
-
-
-def _of_bias(call: _Call, dy: Array, ends: Any) -> Array:
-    wide: Array = dy.astype(jnp.float32)
-    if call.kind == "grouped_linear":
-        ends = jnp.asarray(ends)
-        rows = jnp.arange(dy.shape[0])[None, :]
-        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-        return ((rows >= starts[:, None]) & (rows < ends[:, None])).astype(jnp.float32).dot(wide)  # type: ignore[no-any-return]
-    axes = (0, 2, 3) if call.kind == "conv2d" else tuple(range(dy.ndim - 1))
-    return wide.sum(axes)
-
-
-_run.defvjp(_forward, _backward)
+    x, arrays, bias, ends = primals
+    dx, _, dbias, _ = tangents  # a packed weight has no gradient
+    y = call(x, arrays, bias, ends)
+    dy = jnp.zeros(y.shape, jnp.float32)
+    if not isinstance(dx, SymbolicZero):
+        dy = replace(call, layer=replace(call.layer, straight=True))(dx, arrays, None, ends).astype(dy.dtype)
+    if bias is not None and not isinstance(dbias, SymbolicZero):
+        dy = dy + call.spread(dbias.astype(dy.dtype), y.shape, ends)  # its gradient is a sum of float32
+    return y, varying_like(dy.astype(y.dtype), y)

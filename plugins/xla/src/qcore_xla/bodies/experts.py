@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .form import Form, is_int8
 from .linear import linear
+from .varying import varying_like
 
 _FEW = 4
 """Up to this many rows per expert, rows are multiplied one by one, each with its own expert's weight."""
@@ -46,8 +47,7 @@ def by_experts(multiply: Callable[[Array, Own], Array], x: Array, ends: Array, p
     ``ends``: ``(E,)`` integers, the end of each expert's rows. ``multiply``: rows ``(M, K)`` to ``(M, N)``.
     """
     rows, experts = x.shape[0], ends.shape[0]
-    positions = lax.iota(jnp.int32, rows)
-    expert = jnp.sum(positions[:, None] >= ends[None, :].astype(jnp.int32), axis=1)  # E: none
+    expert = expert_of_rows(rows, ends)
     if rows <= _FEW * experts:
         return _row_by_row(multiply, x, expert, parts, experts)
 
@@ -56,9 +56,14 @@ def by_experts(multiply: Callable[[Array, Own], Array], x: Array, ends: Array, p
         return jnp.where((expert == number)[:, None], multiply(x, own), y), None
 
     result = jax.eval_shape(multiply, x, jax.tree.map(lambda part: part[0], parts))
-    start = jnp.zeros(result.shape, result.dtype)
+    start = varying_like(jnp.zeros(result.shape, result.dtype), x, ends, parts)
     y: Array = lax.scan(step, start, (lax.iota(jnp.int32, experts), parts))[0]
     return y
+
+
+def expert_of_rows(rows: int, ends: Array) -> Array:
+    """The expert of each row, E for none."""
+    return jnp.sum(lax.iota(jnp.int32, rows)[:, None] >= ends[None, :].astype(jnp.int32), axis=1)
 
 
 def _row_by_row(multiply: Callable[[Array, Own], Array], x: Array, expert: Array, parts: Own, experts: int) -> Array:

@@ -21,11 +21,11 @@ from qcore import DynamicFP8, Format, QTensor, Scheme
 from qcore.plugin_api import given_numbers
 
 from .. import packing, tables
+from ..bodies import linear_in_x
 from ..bodies.embedding import embedding
 from ..bodies.experts import by_experts
 from ..bodies.form import Form, is_int8
 from ..bodies.linear import grouped, linear
-from ..bodies.transposed import grouped_transposed, transposed
 from ..calls import bucket, call_of, form_of, has_zeros, kind_of, table_form
 from ..packing import Plan
 from ..tables import TablePlan
@@ -165,20 +165,9 @@ def product(x: Array, weight: Arrays, bias: Array | None, of: Layer, out_dtype: 
 
 
 def _linear_in_x(x: Array, weight: Arrays, form: Form) -> Array:
-    """The product of floats x, which `jax.linear_transpose` transposes without keeping a dequantized weight."""
-    body, back = (grouped, grouped_transposed) if x.ndim == 3 else (linear, transposed)
-
-    alone = replace(form, axis="")  # JAX transposes the sum over a mesh, and what belongs to it
-
-    def product(parts: tuple[Any, ...], x: Array) -> Array:
-        data, scale, zero, factor = parts
-        return body(x, data, scale, zero, None, factor=factor, form=alone)
-
-    def transpose(parts: tuple[Any, ...], dy: Array) -> Array:
-        return back(dy, *parts, form=alone)[..., : x.shape[-1]].astype(x.dtype)
-
+    """The product of floats x, whose gradient keeps no dequantized weight."""
     parts = (weight["data"], weight["scale"], weight.get("zero"), weight.get("factor"))
-    y: Array = jax.custom_derivatives.linear_call(product, transpose, parts, x)
+    y = linear_in_x.product(x, parts, replace(form, axis=""))  # JAX transposes the sum over a mesh
     return lax.psum(y, form.axis) if form.axis else y
 
 
