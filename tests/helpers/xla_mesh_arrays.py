@@ -43,16 +43,22 @@ def main(devices):
             return qcore_xla.linear(jax.nn.relu(y), weights[1].part, bias)  # noqa: B023
 
         specs = (PartitionSpec("x"), PartitionSpec())
-        own = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        close(jax.jit(own)(cuts, x), mlp(whole, x))
         rows = jnp.tile(x, (devices, 1))
-        over_rows = jax.shard_map(mlp, mesh=mesh, in_specs=specs[::-1], out_specs=specs[0], check_vma=False)
         everywhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
-        close(over_rows(everywhere, rows), mlp(whole, rows))
+        for checked in (False, True):
+            own = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=checked)
+            close(jax.jit(own)(cuts, x), mlp(whole, x))
+            over_rows = jax.shard_map(mlp, mesh=mesh, in_specs=specs[::-1], out_specs=specs[0], check_vma=checked)
+            close(over_rows(everywhere, rows), mlp(whole, rows))
+            loss = [jax.jit(jax.grad(lambda x, f=f, w=w: f(w, x).sum())) for f, w in ((own, cuts), (mlp, whole))]
+            if not scheme.startswith("w8a8"):
+                close(*[gradient(x) for gradient in loss])
     for scheme in ("wfp8afp8", "wfp8afp8-g64", "wfp8afp8-g128", "w4afp8-g128-asym"):
         check_parts_of_unlike_sizes(scheme, mesh)
     for scheme in ("w8a8", "w8a8-aasym", "wfp8afp8"):
         check_nan_of_one_device(scheme, mesh)
+    for rows in (5, 30):
+        check_experts_in_shard_map(rows, mesh)
     print("equal", len(jax.devices()))
 
 
@@ -79,6 +85,20 @@ def check_nan_of_one_device(scheme, mesh):
     found = np.isnan(jax.jit(qcore_xla.linear)(jnp.asarray(x.numpy()), cut))
     assert found[7].all(), scheme
     assert found.sum() == 24, scheme
+
+
+def check_experts_in_shard_map(rows, mesh):
+    """Each device's rows and ends, with JAX's check of what varies over the mesh, its default."""
+    weight = qcore_xla.pack(qcore.nn.QuantizedGroupedLinear.from_float(torch.randn(3, 8, 40), "w4a16-g32").weight)
+    x, ends = torch.randn(mesh.size, rows, 40).numpy(), np.array([[2, 2, rows - 1]] * mesh.size, np.int32)
+    everywhere = jax.device_put(weight, NamedSharding(mesh, PartitionSpec()))
+    specs = (PartitionSpec("x"), PartitionSpec("x"), PartitionSpec())
+    one = jax.shard_map(
+        lambda x, ends, weight: qcore_xla.grouped_linear(x[0], ends[0], weight)[None],
+        mesh=mesh, in_specs=specs, out_specs=specs[0],
+    )  # fmt: skip
+    for found, own, end in zip(jax.jit(one)(x, ends, everywhere), x, ends, strict=True):
+        close(found, qcore_xla.grouped_linear(own, end, weight))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jax import Array, lax
 from ..codes import Codes, coded, length, planes, times_global
 from .form import Form
 from .quantize import activations, requantized
+from .varying import varying_like
 
 if TYPE_CHECKING:
     from ..pallas.skinny_gemm import SkinnyTiles
@@ -279,7 +280,8 @@ def _in_turn(x: Array, data: Codes, scale: Array, moved: Moved | None, spread: A
         return y + (scaled if spread_g is None else scaled * spread_g), None
 
     parts = (xs, ws, scale, None if moved is None else moved.sums, _by_group(spread))
-    y: Array = lax.scan(step, jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), parts)[0]
+    start = varying_like(jnp.zeros((x.shape[0], data.shape[-1]), jnp.float32), parts, moved)
+    y: Array = lax.scan(step, start, parts)[0]
     return y
 
 
@@ -291,7 +293,8 @@ def _sum_of_slices(x: Array, data: Codes) -> Array:
     def step(y: Array, part: tuple[Array, Codes]) -> tuple[Array, None]:
         return y + _slice_product(*part), None
 
-    y: Array = lax.scan(step, jnp.zeros((x.shape[1], data.shape[-1]), _sum_dtype(x)), (x, data))[0]
+    start = varying_like(jnp.zeros((x.shape[1], data.shape[-1]), _sum_dtype(x)), x, data)
+    y: Array = lax.scan(step, start, (x, data))[0]
     return y
 
 
