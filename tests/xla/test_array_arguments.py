@@ -116,3 +116,8 @@ def test_stacked_weights_without_vmap(table):
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), weight)
     with pytest.raises(qcore.FormatError, match=r"jax\.vmap"):
         (qcore_xla.embedding if table else qcore_xla.linear)(jnp.ones((2, 64), int if table else None), stacked)
+
+
+def test_a_platform_without_a_layout():
+    with pytest.raises(qcore.FormatError, match="'cpu', 'gpu' or 'tpu'"):
+        packed(64, 64, platform="metal")

@@ -100,7 +100,8 @@ def pack(
     takes and gives global shapes; results of ``"row"`` are summed over the devices. See `PackedWeight.part` for use
     inside `jax.shard_map`.
 
-    Raises `FormatError` for a scheme with parameters per token, and for one that is not of the weight's format.
+    Raises `FormatError` for a scheme with parameters per token, for one that is not of the weight's format, and for
+    another platform.
     """
     chosen = Scheme(weight.format) if scheme is None else Scheme.parse(str(scheme))
     if chosen.weight != weight.format:
@@ -128,7 +129,9 @@ def _cut(kind: str, mesh: Mesh | None, axis: str | None, weight: QTensor, of: st
 
 
 def _torch_device(platform: str) -> str:
-    """The type of torch device for which layouts of a platform are known."""
+    """The type of torch device for which layouts of a platform are known. Raises `FormatError` if none are."""
+    if platform not in _GPUS | {"cpu", "tpu"}:
+        raise FormatError(f"platform={platform!r}: weights are packed for 'cpu', 'gpu' or 'tpu'.")
     return "cuda" if platform in _GPUS else platform
 
 
