@@ -126,7 +126,7 @@ def inspect(path: str | os.PathLike[str]) -> Inventory:
 
     Raises `CheckpointError` for a file with a truncated, inconsistent or hostile header.
     """
-    with open_checkpoint(Path(path)) as archive:
+    with open_checkpoint(Path(path), any_part=True) as archive:
         weights = [_weight(archive, name) for name in archive.records]
         plain = [_plain(archive, name) for name in archive.plain_names()]
         tensors = sorted([*weights, *plain], key=lambda t: t.name)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import QcoreWarning, dtype_name, quoted
+from ..nn.parts import described, place_in
 from .archive import Archive
 from .gguf_archive import gguf_file_of, open_gguf
 from .header import Entry, file_error, readable, shown
@@ -21,6 +22,7 @@ from .importers.base import Plan, Source, tensor_name
 from .importers.configured_shapes import TEXT_CONFIGS
 from .importers.registered import importer_names, plan_import
 from .model_config import CONFIG, folder_of, read_json
+from .records import PART
 from .renaming import renamed
 from .values import FLOAT_CODES
 
@@ -34,10 +36,11 @@ _CODES = ("weight", "qweight", "weight_packed", "W_q", "_data")
 
 
 @contextmanager
-def open_checkpoint(path: Path, model: nn.Module | None = None) -> Iterator[Archive]:
+def open_checkpoint(path: Path, model: nn.Module | None = None, *, any_part: bool = False) -> Iterator[Archive]:
     """Open a checkpoint as an `Archive`. Raises `CheckpointError`, also for a tool that no importer supports.
 
-    ``model``: the one to be loaded, whose names the tensors get where transformers renames them.
+    ``model``: the one to be loaded, whose names the tensors get where transformers renames them. ``any_part``: also
+    open what one rank of several has saved, which is otherwise for the same rank of a model that is cut already.
     """
     with readable(path):
         gguf = gguf_file_of(path)
@@ -48,8 +51,21 @@ def open_checkpoint(path: Path, model: nn.Module | None = None) -> Iterator[Arch
             yield opened
         return
     with Archive.open(path) as stored:
+        if not any_part:
+            _check_part(stored, model)
         archive = stored if model is None else renamed(stored, model)
         yield archive if archive.records else imported(archive)
+
+
+def _check_part(archive: Archive, model: nn.Module | None) -> None:
+    """Raise if the file holds one rank's part of a model, unless ``model`` is cut and this is that rank."""
+    given, place = archive.metadata.get(PART, ""), None if model is None else place_in(model)
+    if not given or (place is not None and given == described(place)):
+        return
+    what = f"it holds the part of {quoted(given)} of a model that qcore.parallel has cut"
+    wanted = ", and this model is whole." if place is None else f", and this is {described(place)}."
+    remedy = "Load the whole checkpoint, then shard_; or save and load one file per rank, on as many ranks."
+    raise file_error(archive.path, what + wanted, remedy)
 
 
 def imported(archive: Archive) -> Archive:

@@ -35,7 +35,7 @@ from ..weights.schemes import Scheme
 from .header import Entry, TensorSpec, file_error, is_shape, parse_json
 
 SCHEMA = 2
-SAVE = "qcore.save"
+SAVE, PART = "qcore.save", "qcore.part"
 IMPORT_FIRST = "import qcore.hf, which reads these weights"
 """The name of an empty tensor that transformers without qcore reports as unexpected."""
 WRITE_CONFIG = "import qcore.hf, and write config.json with save_pretrained of the quantized model"
@@ -151,8 +151,13 @@ class Notes:
     save: str
 
 
-def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str = "") -> dict[str, str]:
-    """Build the metadata of a file with these weights. ``save``: the id of the save that the shard belongs to."""
+def write_notes(
+    records: Iterable[Record], aliases: Mapping[str, str], save: str = "", part: str = ""
+) -> dict[str, str]:
+    """Build the metadata of a file with these weights.
+
+    ``save``: the id of the save that the shard belongs to; ``part``: as in `Aliases`.
+    """
     held = list(records)
     tree = {record.name: record.to_json() for record in held}
     notes = {
@@ -160,6 +165,7 @@ def write_notes(records: Iterable[Record], aliases: Mapping[str, str], save: str
         "qcore": __version__,
         "qcore.schema": str(max((record.schema for record in held), default=1)),
         **({SAVE: save} if save else {}),
+        **({PART: part} if part else {}),
         "qcore.tensors": json.dumps(tree, separators=(",", ":")),
     }
     return {**notes, "qcore.aliases": json.dumps(dict(aliases), separators=(",", ":"))} if aliases else notes

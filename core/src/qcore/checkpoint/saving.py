@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, quoted
 from ..formats import Format
 from ..formats.bits import has_values
+from ..nn.parts import described, place_of, plain
 from ..runtime.companions import tell_saving
 from ..weights.qtensor import WEIGHT_TENSORS, QTensor
 from ..weights.schemes import Scheme
@@ -51,7 +52,7 @@ def save(
         raise CheckpointError(
             f"{path} names one file, which max_shard_size cannot split.\nPass the name of a directory."
         )
-    units, aliases = _collect(_state_of(model_or_state))
+    units, aliases = _collect(_mapping_of(model_or_state))
     if isinstance(model_or_state, nn.Module) and tell_saving(model_or_state):
         units += guards(units, WRITE_CONFIG)
     with translate_os_errors(target):
@@ -67,18 +68,23 @@ def described_state(model: nn.Module, *, guarded: bool = False) -> tuple[dict[st
     For programs that write files themselves. ``guarded``: add an empty tensor with the name of the first quantized
     weight: transformers without `qcore.hf` rejects it for its size, instead of giving that weight random values.
     """
-    units, aliases = _collect(_state_of(model))
+    units, aliases = _collect(_mapping_of(model))
     every = [*units, *guards(units)] if guarded else units
     tensors = {spec.name: tensor for unit in every for spec, tensor in zip(unit.specs, unit.fetch(), strict=True)}
     return tensors, aliases.notes(units)
 
 
-def _state_of(model_or_state: nn.Module | Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
-    """Return plain tensors by name, and quantized weights with their schemes."""
+def _mapping_of(model_or_state: Any) -> Mapping[str, Any]:
+    """Return the state dict of a model, or the mapping itself."""
     state: Any = _state_dict(model_or_state) if isinstance(model_or_state, nn.Module) else model_or_state
     if not isinstance(state, Mapping):
         raise CheckpointError(f"cannot save a {type(state).__name__}.\nPass a model, its state_dict(), or a mapping.")
     _check_names(state)
+    return state
+
+
+def _state_of(state: Mapping[str, Any]) -> dict[str, Tensor | tuple[QTensor, Scheme]]:
+    """Return plain tensors by name, and quantized weights with their schemes."""
     weights = {**_described_weights(state), **_qtensor_weights(state)}
     taken = {f"{name}.{part}" for name in weights for part in WEIGHT_TENSORS} | weights.keys()
     plain = {name: _check_value(name, value) for name, value in state.items() if name not in taken}
@@ -136,7 +142,7 @@ def _described_weights(state: Mapping[str, Any]) -> dict[str, tuple[QTensor, Sch
 
 
 def _weight(state: Mapping[str, Any], name: str, note: Mapping[str, Any]) -> tuple[QTensor, Scheme]:
-    found: Any = {part: state.get(f"{name}.{part}") for part in WEIGHT_TENSORS}
+    found: Any = {part: plain(state.get(f"{name}.{part}")) for part in WEIGHT_TENSORS}
     if (found["order"] is not None) != note.get("order", False):
         raise CheckpointError(
             f"cannot save {name!r}: the state dict's metadata and its tensor '{name}.order' disagree.\n"
@@ -160,7 +166,8 @@ def _check_value(name: str, value: Any) -> Tensor:
         )
     if not has_values(value):
         raise _no_values(name)
-    return value
+    found: Tensor = plain(value)
+    return found
 
 
 def _is_wrapper(value: Tensor) -> bool:
@@ -174,8 +181,9 @@ def _no_values(name: str) -> CheckpointError:
     )
 
 
-def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list[Unit], Aliases]:
+def _collect(given: Mapping[str, Any]) -> tuple[list[Unit], Aliases]:
     """Return one unit per stored tensor, and the aliases of tied tensors."""
+    state = _state_of(given)
     owners: dict[Any, str] = {}
     units, targets, records = [], {}, {}
     for name, value in state.items():
@@ -187,7 +195,13 @@ def _collect(state: Mapping[str, Tensor | tuple[QTensor, Scheme]]) -> tuple[list
         targets[name] = owner
         if record is not None:
             records[name] = record
-    return units, Aliases(targets, records)
+    return units, Aliases(targets, records, _part_of(given))
+
+
+def _part_of(state: Mapping[str, Any]) -> str:
+    """Return the rank and the number of ranks that tensors are parts of, for the metadata of a file."""
+    place = next((place for value in state.values() if (place := place_of(value)) is not None), None)
+    return "" if place is None else described(place)
 
 
 def _identity(name: str, value: Tensor | tuple[QTensor, Scheme]) -> Any:

@@ -83,10 +83,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Aliases:
-    """Alias to stored name (``targets``), and the records of aliases of quantized weights."""
+    """Alias to stored name (``targets``), and the records of aliases of quantized weights.
+
+    ``part``: "rank of ranks" if the tensors are one rank's part of a model.
+    """
 
     targets: Mapping[str, str]
     records: Mapping[str, Record]
+    part: str = ""
 
     def notes(self, units: Iterable[Unit], save: str = "") -> dict[str, str]:
         """Build the metadata of a file that holds ``units``."""
@@ -94,7 +98,7 @@ class Aliases:
         names = {unit.name for unit in held}
         here = {name: target for name, target in self.targets.items() if target in names}
         tied = [self.records[name] for name in here if name in self.records]
-        return write_notes([*(unit.record for unit in held if unit.record), *tied], here, save)
+        return write_notes([*(unit.record for unit in held if unit.record), *tied], here, save, self.part)
 
 
 def guards(units: Iterable[Unit], remedy: str = IMPORT_FIRST) -> list[Unit]:

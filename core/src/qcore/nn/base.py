@@ -35,6 +35,7 @@ from . import state_notes
 from .bind_settings import BindSettings
 from .graph_ops import Node, captures_layers, emit, layers, node_of
 from .offloading import HOOK, attach, check_passed, moved_to, traced
+from .parts import take_parts
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "packed_"
@@ -399,6 +400,7 @@ class QuantizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        take_parts(self, state_dict, prefix, local_metadata, error_msgs)
         own = [f"{prefix}weight.{part}" for part in WEIGHT_TENSORS] + [
             prefix + name for name, _ in self._static_parameters()
         ]
@@ -423,6 +425,7 @@ class QuantizedModule(nn.Module):
         parts: Any = {part: found.get(f"{prefix}weight.{part}") for part in WEIGHT_TENSORS}
         store = self._store
         try:
+            state_notes.check_whole(notes, self)
             weight = QTensor(**parts, shape=store.shape, format=store.format, quantizer=store.quantizer)
             scheme = self._scheme_with(found, prefix)
             state_notes.check_format(notes, store.format, store.shape[-1])

@@ -26,6 +26,7 @@ from .experts import QuantizedExperts, expert_weights, why_not_experts
 from .geometry import Geometry
 from .grouped_linear import QuantizedGroupedLinear
 from .linear import QuantizedLinear
+from .parts import mark_part, place_of
 from .scaled_embedding import QuantizedScaledEmbedding, is_scaled_embedding
 
 # ruff: noqa: SLF001 - reads private attributes of the quantized modules and torch's parameter tables
@@ -161,7 +162,13 @@ def weight_device_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 def rebuild(module: nn.Module, store: WeightStore, scheme: Scheme) -> QuantizedModule:
     """Build the quantized counterpart of ``module`` around ``store``; it shares the module's bias, mode and hooks."""
     dtype = weight_device_dtype(module)[1]
-    made = _BUILDERS[_kind(module)](module, store, scheme, dtype)
+    remade = getattr(module, "_remade", None)  # of a layer that is cut over ranks
+    made: QuantizedModule = (
+        _BUILDERS[_kind(module)](module, store, scheme, dtype) if remade is None else remade(store, scheme)
+    )
+    place = place_of(module)
+    if place is not None:
+        mark_part(made, *place)
     adopt(made, module)
     if isinstance(module, QuantizedModule) and module.out_dtype is not None:
         made.out_dtype = module.out_dtype

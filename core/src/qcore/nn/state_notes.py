@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import FormatError
 from ..formats import Format
 from ..weights.schemes import Scheme
+from .parts import NOTE, described, place_of
 
 _KEY = "qcore"
 
@@ -27,6 +28,15 @@ def describe(
         described = {"format": str(format), "shape": list(shape), "quantizer": quantizer}
         order = {"order": True} if has_order else {}
         notes[_KEY] = {**described, **order, "scheme": str(scheme.blank())}
+
+
+def check_whole(notes: Mapping[str, Any], layer: Any) -> None:
+    """Raise `FormatError` if a whole layer is to take the part of a rank; cut layers check the rank themselves."""
+    if notes.get(NOTE) is not None and place_of(layer) is None:
+        raise FormatError(
+            f"the state dict holds the part of {described(notes[NOTE])} only, and this layer is whole. "
+            f"Load the checkpoint that the ranks were cut from."
+        )
 
 
 def check_format(notes: Mapping[str, Any], format: Format, k: int) -> None:

@@ -14,6 +14,7 @@ qcore.parallel.shard_(model)                     # attention by heads, MLPs by c
 """
 
 from ..nn import NeutralLinear
+from ..nn.parts import named_by_rank
 from .agreement import disagreements
 from .cutting import Cut
 from .embedding import VocabParallelEmbedding
@@ -36,6 +37,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "disagreements",
     "fold_order_",
+    "named_by_rank",
     "pack_",
     "plan_for",
     "shard_",

@@ -14,8 +14,10 @@ from ..errors import UnsupportedError
 from ..formats.bits import has_values
 from ..nn.base import adopt
 from ..nn.embedding import QuantizedEmbedding
+from ..nn.parts import mark_part
 from ..nn.scaled_embedding import QuantizedScaledEmbedding
 from ..resolving.binding import WeightStore
+from ..weights.schemes import Scheme
 from .cutting import Share, cut_rows, shares
 from .ranks import Ranks
 
@@ -41,13 +43,24 @@ class VocabParallelEmbedding(QuantizedEmbedding):
             raise UnsupportedError("the embedding multiplies its rows by a number: leave it whole.")
         ranks = ranks or Ranks(group)
         share = shares(layer.num_embeddings, ranks.size, unit, what="rows")[ranks.rank]
+        made = cls._made(WeightStore(cut_rows(layer._store.neutral(), share)), layer.scheme, layer, ranks, share)
+        adopt(made, layer)
+        return made
+
+    @classmethod
+    def _made(
+        cls, store: WeightStore, scheme: Scheme, like: QuantizedEmbedding, ranks: Ranks, share: Share
+    ) -> VocabParallelEmbedding:
         made = cls.__new__(cls)
         object.__setattr__(made, "ranks", ranks)
         object.__setattr__(made, "share", share)
-        weight = cut_rows(layer._store.neutral(), share)
-        made.__init__(WeightStore(weight), layer.scheme, layer._dtype, layer.padding_idx)  # type: ignore[misc]
-        adopt(made, layer)
+        made.__init__(store, scheme, like._dtype, like.padding_idx)  # type: ignore[misc]
+        mark_part(made, ranks.rank, ranks.size)
         return made
+
+    def _remade(self, store: WeightStore, scheme: Scheme) -> VocabParallelEmbedding:
+        """Make the same part of another table."""
+        return self._made(store, scheme, self, self.ranks, self.share)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up rows of the whole table. On a CPU, an index out of range raises `IndexError`."""

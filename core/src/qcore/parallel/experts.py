@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from ..nn.base import HOOKS
 from ..nn.experts import QuantizedExperts
 from ..nn.grouped_linear import QuantizedGroupedLinear
+from ..nn.parts import mark_part
 from ..resolving.binding import WeightStore
 from ..weights.qtensor import QTensor
 from .cutting import Share, check_columns, cut_columns, cut_rows, owned, scheme_of_cut, shares
@@ -61,6 +62,8 @@ class ParallelExperts(QuantizedExperts):
             cut = [_rows(up, _rows_of(experts, share)), _columns(down, share, first=not ranks.rank)]
         made = cls(experts.gate, experts._up, *cut)
         made.ranks, made.share, made.by_expert, made.sum_dtype = ranks, share, by == "expert", sum_dtype
+        for layer in _two(made):
+            mark_part(layer, ranks.rank, ranks.size)
         made.train(experts.training)
         for table in HOOKS:
             getattr(made, table).update(getattr(experts, table))

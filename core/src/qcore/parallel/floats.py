@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.parts import mark_part
 from .cutting import Share, cut_values, row_starts, shares
 from .ranks import AllReduce, Ranks
 
@@ -29,6 +30,7 @@ class _FloatParallel(nn.Linear):
         trained = own is not None and own.requires_grad
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=trained))
         self.train(like.training)
+        mark_part(self, ranks.rank, ranks.size)
 
 
 class FloatColumnParallelLinear(_FloatParallel):

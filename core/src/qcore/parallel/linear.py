@@ -17,6 +17,7 @@ from ..functional.autograd import call_differentiably
 from ..functional.checks import check_last_dimension
 from ..nn.base import FLOATS, adopt
 from ..nn.linear import QuantizedLinear
+from ..nn.parts import mark_part
 from ..nn.siblings import RowsStore, SiblingLinear
 from ..resolving.binding import Bound, WeightStore
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticInt8, dynamic_parameters, quantize_int8
@@ -37,6 +38,7 @@ from .cutting import (
 from .ranks import AllReduce, Ranks
 
 LOCAL, GLOBAL = "local", "global"
+_FACTS = ("ranks", "share", "gathers", "sum_dtype", "scales")
 OVERLAPPED_ROWS = 2048
 """Rows from which a sum over ranks is worth two products: below, halves take longer than the sum that they hide."""
 
@@ -93,6 +95,15 @@ class _Parallel(QuantizedLinear):
         for name, value in facts.items():
             object.__setattr__(made, name, value)
         made.__init__(store, replace(scheme, weight=store.format), bias, dtype)  # type: ignore[misc]
+        mark_part(made, made.ranks.rank, made.ranks.size)
+        return made
+
+    def _remade(self, store: WeightStore, scheme: Scheme) -> Any:
+        """Make the same part of another weight."""
+        kept = {name: value for name, value in vars(self).items() if name in _FACTS}
+        made = self._made(store, scheme, self.bias, self._dtype, **kept)
+        if "columns" in self._buffers:
+            made.register_buffer("columns", self.columns)
         return made
 
     def extra_repr(self) -> str:
@@ -148,6 +159,7 @@ class ColumnParallelLinear(_Parallel):
             raise FormatError("layers that gather their results cannot be joined.")
         made = _ColumnSibling(store, layer.scheme, layer.bias, layer._dtype)
         made.ranks, made.share = layer.ranks, layer.share
+        mark_part(made, made.ranks.rank, made.ranks.size)
         return made
 
     def _run(self, x: Tensor, **params: Tensor) -> Tensor:
@@ -164,6 +176,9 @@ class _ColumnSibling(SiblingLinear):
 
     ranks: Ranks
     share: Share
+
+    def _remade(self, store: WeightStore, scheme: Scheme) -> Any:
+        return ColumnParallelLinear._made(store, scheme, self.bias, self._dtype, ranks=self.ranks, share=self.share)
 
     def _run(self, x: Tensor, **params: Tensor) -> Tensor:
         return super()._run(self.ranks.shared(x), **params)

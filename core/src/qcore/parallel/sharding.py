@@ -19,6 +19,7 @@ from ..nn.base import QuantizedModule, adopt_hooks
 from ..nn.embedding import QuantizedEmbedding
 from ..nn.experts import QuantizedExperts
 from ..nn.linear import QuantizedLinear
+from ..nn.parts import mark_part
 from ..nn.siblings import SiblingLinear
 from .agreement import disagreements
 from .cutting import Cut, check_columns, shares
@@ -285,15 +286,17 @@ def _localize(owner: Any, attention: Attention, model: nn.Module) -> None:
     for name, (whole, local) in before.items():
         if vars(owner).get(name) == whole:
             setattr(owner, name, local)
-    start = own[0].share.start // head
+    start, ranks = own[0].share.start // head, own[0].ranks
     for name, parameter in list(owner._parameters.items()):  # one number per head, such as attention sinks
         if parameter is not None and parameter.dim() == 1 and parameter.shape[0] == attention.heads:
             part = parameter.detach()[start : start + heads].clone()
             owner._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            mark_part(owner, ranks.rank, ranks.size)
     for name, child in list(owner.named_children()):
         table = bias_of_heads(child, attention.heads, head)
         if table is not None:
             setattr(owner, name, _of_heads(table, start, heads))
+            mark_part(getattr(owner, name), ranks.rank, ranks.size)
 
 
 def _of_heads(table: Any, start: int, heads: int) -> nn.Embedding:
