@@ -171,7 +171,63 @@ def test_what_a_loader_computes_is_dense():
     assert stored.notes.dense == {"layer"}
 
 
+def flipped(experts=0, name="layer"):
+    """A stored weight that loaders see as the ``(K, N)`` of its float checkpoint, and its dense values."""
+    stored, dense = given(experts=experts, name=name)
+    stored.flipped = True
+    return stored, dense
+
+
+def test_a_loader_that_transposes_moves_codes():
+    stored, dense = flipped()
+    view = stored.view()
+    assert view.shape == (K, N)
+    for turn in (lambda v: v.t(), lambda v: v.transpose(0, 1), lambda v: v.mT, lambda v: v.permute(1, 0)):
+        layer, parameter = target((N, K))
+        parameter.data.copy_(turn(view).contiguous())
+        assert torch.equal(dense_of(layer), dense)
+    assert not stored.notes.dense
+
+
+def test_slices_of_a_transposed_weight_are_its_rows():
+    stored, dense = flipped()
+    layer, parameter = target((16, K))
+    parameter.data.copy_(stored.view()[:, 8:24].t())
+    assert torch.equal(dense_of(layer), dense[8:24])
+    layer, parameter = target((N, 32))
+    parameter.data.copy_(stored.view().narrow(0, 32, 32).t())
+    assert torch.equal(dense_of(layer), dense[:, 32:64])
+
+
+def test_transposed_experts_are_cut_by_expert():
+    stored, dense = flipped(experts=3)
+    view = stored.view()
+    assert view.shape == (3, K, N)
+    layer, parameter = target((2, N, K))
+    parameter.data.copy_(view[1:3, ...].permute(0, 2, 1).contiguous())
+    for expert in range(2):
+        assert torch.equal(layer.parts(expert)[0].weight.dequantize(torch.float32), dense[expert + 1])
+    layer, parameter = target((N, K))
+    parameter.data.copy_(view[2].t())
+    assert torch.equal(dense_of(layer), dense[2])
+
+
+def test_values_of_a_transposed_weight_are_those_of_its_file():
+    stored, dense = flipped()
+    assert torch.equal(stored.view() + 0, dense.t())
+    stored, dense = flipped(experts=2)
+    assert torch.equal(stored.view()[:, 3:9, 4:7] + 0, dense.mT[:, 3:9, 4:7])
+
+
 # What is refused.
+
+
+def test_a_weight_that_was_not_transposed_is_refused():
+    stored, _ = given(n=K)
+    stored.flipped = True
+    _, parameter = target((K, K))
+    with pytest.raises(UnsupportedError, match="vLLM did not transpose 'layer'"):
+        parameter.data.copy_(stored.view())
 
 
 def test_an_order_cannot_be_cut():

@@ -218,6 +218,12 @@ def apply_moe_activation(activation, output, input, *, activation_config=None): 
     return output.copy_(nn.functional.silu(gate) * up)
 
 
+class SwigluOAIAndMul(nn.Module):
+    def forward_native(self, x):
+        gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
 class FusedMoEMethodBase(QuantizeMethodBase):
     def __init__(self, moe) -> None:
         super().__init__()
@@ -363,6 +369,7 @@ class DefaultModelLoader:
 _LAYERS = "vllm.model_executor.layers"
 NAMES: dict[str, tuple[Any, ...]] = {
     "vllm.model_executor.layers.fused_moe": (RoutedExperts,),
+    f"{_LAYERS}.activation": (SwigluOAIAndMul,),
     f"{_LAYERS}.fused_moe.activation": (ApplyMoEActivationConfig, apply_moe_activation),
     f"{_LAYERS}.fused_moe.fused_moe_method_base": (FusedMoEMethodBase,),
     f"{_LAYERS}.fused_moe.unquantized_fused_moe_method": (UnquantizedFusedMoEMethod,),

@@ -37,6 +37,24 @@ def mixtral(seed=1):
     return randomized(transformers.MixtralForCausalLM(config))
 
 
+def gpt2(seed=4):
+    """Two layers of Conv1D, which float checkpoints store as (K, N) and vLLM transposes."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(vocab_size=384, n_embd=128, n_layer=2, n_head=4, n_positions=256)
+    return randomized(transformers.GPT2LMHeadModel(config))
+
+
+def gpt_oss(seed=5):
+    """Two layers whose experts alternate gate and up, and are stored as (E, K, N) in float checkpoints."""
+    torch.manual_seed(seed)
+    config = transformers.GptOssConfig(
+        vocab_size=384, hidden_size=128, intermediate_size=192, num_hidden_layers=2, head_dim=32, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+        layer_types=["full_attention"] * 2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return randomized(transformers.GptOssForCausalLM(config))
+
+
 def randomized(model):
     """Weights with which each token depends on those before: at their usual sizes one token repeats."""
     model.config.architectures = [type(model).__name__]
@@ -128,6 +146,8 @@ MODELS = {
     ),
     "mixed": lambda folder: stored(llama(), folder, MIXED),
     "w8a8": lambda folder: stored(llama(), folder, "w8a8", exclude=FLOAT_PARTS),
+    "gpt2": lambda folder: stored(gpt2(), folder),
+    "gpt-oss": lambda folder: stored(gpt_oss(), folder, exclude=["*.router"]),
     "mxfp4": lambda folder: stored(llama(), folder, "mxfp4", exclude=FLOAT_PARTS),
     "float": lambda folder: at_load(llama(), folder),
     "float-tied": lambda folder: at_load(llama(tie_word_embeddings=True), folder, exclude=["lm_head", "*.v_proj"]),

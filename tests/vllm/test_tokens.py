@@ -29,7 +29,7 @@ def layer(llm, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["biases", "tied", "partly", "mixed", "w8a8", "mxfp4", "gptq", "awq", "compressed-tensors", "act-order",
+    ["biases", "tied", "partly", "mixed", "w8a8", "gpt2", "mxfp4", "gptq", "awq", "compressed-tensors", "act-order",
      "static", "experts", "experts-excluded", "experts-with-embedding"],
 )  # fmt: skip
 def test_stored(name, made, engine):
@@ -61,6 +61,13 @@ def test_parts_of_a_fused_layer_that_differ_stay_apart(made, engine):
     fused = layer(llm, "model.layers.0.self_attn.qkv_proj").qcore
     assert [str(part.scheme.weight) for part in fused.parts] == ["int8/plain", "int4-g32-asym/plain", "int4-g32/plain"]
     assert len(layer(llm, "model.layers.0.mlp.gate_up_proj").qcore.parts) == 1
+
+
+def test_experts_of_gpt_oss_run_quantized(made, engine):
+    folder, expected = made("gpt-oss")
+    llm = engine(folder, **QCORE)
+    assert tokens(llm) == expected
+    assert sum(row.kind == "QuantizedGroupedLinear" for row in qcore.report(model_of(llm))) == 4
 
 
 def test_a_tied_weight_is_in_memory_once(made, engine):

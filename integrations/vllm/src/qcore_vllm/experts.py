@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -19,6 +21,8 @@ from .layer_weight import LayerWeight
 if TYPE_CHECKING:
     from .config import QcoreConfig
 
+_SWIGLUOAI: Any = SimpleNamespace(alpha=1.702, limit=7.0)
+"""The settings of vLLM's kernel."""
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _WEIGHTS = {"w13": _UP, "w2": _DOWN}
 
@@ -112,6 +116,10 @@ class _Gate(nn.Module):
         )
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        if gate_up.device.type == "cpu" and getattr(self.activation, "value", "") == "swigluoai":
+            # vLLM for CPUs has no kernel of gpt-oss's gate; on GPUs it ignores the settings as well.
+            made: Tensor = SwigluOAIAndMul.forward_native(_SWIGLUOAI, gate_up)
+            return made
         width = gate_up.shape[-1] // 2 if self.gated else gate_up.shape[-1]
         result = gate_up.new_empty(gate_up.shape[0], width)
         return apply_moe_activation(  # type: ignore[no-any-return]

@@ -194,6 +194,11 @@ class LayerView(WeightView):
                 f"{self.layer_weight.names[0]}: a weight of shape {tuple(source.shape)} does not fit into "
                 f"{tuple(self.shape)}. The checkpoint belongs to another model."
             )
+        if isinstance(source, StoredView) and source.window.flipped:
+            raise UnsupportedError(
+                f"{self.layer_weight.names[0]}: vLLM did not transpose {source.stored.name!r}, as this model's weights "
+                f"are stored.\nExclude the layer from quantization, and report the version of vLLM."
+            )
         self.layer_weight.put(self.window, source)
         return self
 

@@ -29,7 +29,8 @@ class Stored:
     """One weight of a checkpoint.
 
     **Fields:** ``name``: in the checkpoint, without ``.weight``; ``shape``: ``(N, K)`` or ``(E, N, K)``; ``dtype``: of
-    its views; ``scheme``: of a quantized weight, None for a float one; ``read``: reads it.
+    its views; ``scheme``: of a quantized weight, None for a float one; ``read``: reads it; ``flipped``: whether loaders
+    see it as ``(K, N)``, as its float checkpoint stores it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stored:
     scheme: Scheme | None
     read: Callable[[], QTensor | Tensor]
     notes: Notes
+    flipped: bool = False
     _value: QTensor | Tensor | None = None
 
     def value(self) -> QTensor | Tensor:
@@ -48,7 +50,7 @@ class Stored:
 
     def view(self) -> StoredView:
         """All of it, as a tensor that loaders can cut."""
-        return StoredView.of(self, Window.whole(self.shape))
+        return StoredView.of(self, Window.whole(self.shape, flipped=self.flipped))
 
     def quantized(self, window: Window, expert: int, scheme: Scheme | None, like: Tensor) -> QTensor | Tensor:
         """The part in a window, of one expert: as stored, or quantized by ``scheme``, None for dense.
@@ -76,7 +78,8 @@ class Stored:
         experts = [value[e] for e in window.experts] if len(self.shape) == 3 else [value]
         parts = [_rows(one, *window.rows).dequantize(torch.float32) for one in experts]
         start, length = window.columns
-        return torch.stack([p.narrow(1, start, length) for p in parts]).to(self.dtype).reshape(window.shape)
+        dense = torch.stack([p.narrow(1, start, length) for p in parts]).to(self.dtype)
+        return (dense.mT if window.flipped else dense).reshape(window.shape)
 
 
 class StoredView(WeightView):

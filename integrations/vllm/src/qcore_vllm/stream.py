@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .config import QcoreConfig
 
 _FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<which>gate_up_proj|up_proj|down_proj)(?:\.weight)?")
+_FLIPPED = {"gpt2": re.compile(r".*\.(?:c_attn|c_proj|c_fc)\.weight"), "gpt_oss": _FUSED}
+"""Weights that vLLM transposes, by type of model."""
 _FUSED_BIAS = re.compile(r"(\.experts\.(?:gate_up_proj|up_proj|down_proj))\.bias$")
 
 
@@ -30,7 +32,10 @@ def stream(archive: Archive, model: nn.Module, dtype: torch.dtype, config: Qcore
     numbers = {name for record in archive.records for names in _calibrated(archive, record) for name in names}
     names = _Names.of(model)
     for name in sorted({*archive.records, *archive.plain_names()} - numbers - _tied_heads(archive, model)):
-        tensor = _quantized(archive, name, dtype, config) if name in archive.records else _plain(archive, name, config)
+        if name in archive.records:
+            tensor = _quantized(archive, name, dtype, config, flipped=names.is_flipped(name))
+        else:
+            tensor = _plain(archive, name, config)
         yield from names.renamed(name, tensor)
 
 
@@ -50,10 +55,10 @@ def _tied_heads(archive: Archive, model: nn.Module) -> set[str]:
     return {name for name in shared if f".{name}".endswith(".lm_head.weight")}
 
 
-def _quantized(archive: Archive, name: str, dtype: torch.dtype, config: QcoreConfig) -> Tensor:
+def _quantized(archive: Archive, name: str, dtype: torch.dtype, config: QcoreConfig, *, flipped: bool) -> Tensor:
     record, layer = archive.records[name], name.removesuffix(".weight")
     read = partial(archive.quantized, name)
-    return Stored(layer, record.shape, dtype, archive.scheme(name), read, config.notes).view()
+    return Stored(layer, record.shape, dtype, archive.scheme(name), read, config.notes, flipped).view()
 
 
 def _plain(archive: Archive, name: str, config: QcoreConfig) -> Tensor:
@@ -69,10 +74,12 @@ class _Names:
     """The names that vLLM's model loads, for those of transformers 5, which `qcore.hf` and `qcore.save` write.
 
     **Fields:** ``old_block``: whether blocks of experts are called ``block_sparse_moe``, as in Mixtral's files;
-    ``gate``, ``up``, ``down``: the weights of one expert; empty if the model has no experts, or fused transposed ones.
+    ``flipped``: which weights vLLM transposes, because transformers stores them as ``(K, N)``; ``gate``,
+    ``up``, ``down``: the weights of one expert; empty if the model has no experts, or fused transposed ones.
     """
 
     old_block: bool
+    flipped: re.Pattern[str] | None = None
     gate: str = ""
     up: str | None = None
     down: str = ""
@@ -81,9 +88,14 @@ class _Names:
     def of(cls, model: nn.Module) -> _Names:
         old = any(name.endswith(".block_sparse_moe") for name, _ in model.named_modules())
         experts: Any = next((module for module in model.modules() if hasattr(module, "ckpt_gate_proj_name")), None)
-        if experts is None or experts.is_fused_checkpoint_transposed:
-            return cls(old)
-        return cls(old, experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name)
+        flipped = _FLIPPED.get(getattr(getattr(model, "config", None), "model_type", ""))
+        if experts is None or flipped is not None or experts.is_fused_checkpoint_transposed:
+            return cls(old, _FUSED if flipped is None and experts is not None else flipped)
+        return cls(old, None, experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name)
+
+    def is_flipped(self, name: str) -> bool:
+        """Whether vLLM transposes a weight."""
+        return self.flipped is not None and self.flipped.fullmatch(name) is not None
 
     def renamed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor under the model's name, fused experts one by one."""

@@ -5,7 +5,8 @@ a rank needs, where the parts of a fused layer go, and which experts are here. A
 which cannot be cut that way. So both sides of the copy are a `WeightView`: slices of it only note what was asked for,
 and the copy moves a part of a `QTensor`. vLLM's loaders stay as they are, whatever they do for a model.
 
-Anything else that a loader does with a weight, such as transposing it, works on the dense values.
+Anything else that a loader does with a weight works on the dense values. Where it transposes what a float checkpoint
+stores as ``(K, N)``, as for GPT-2 and gpt-oss, it gets a view of that shape, and transposes it to that of the weight.
 """
 
 # ruff: noqa: SLF001 - torch's interface to subclasses of Tensor
@@ -130,6 +131,18 @@ def _selected(view: WeightView, dim: int, index: int) -> Any:
 @_handles(_ATEN.unsqueeze.default)
 def _unsqueezed(view: WeightView, dim: int) -> Any:
     return _of(view, view.window.unsqueezed(dim % (view.dim() + 1)))
+
+
+@_handles(_ATEN.permute.default)
+def _permuted(view: WeightView, dims: Any) -> Any:
+    return _of(view, view.window.transposed(tuple(dim % view.dim() for dim in dims)))
+
+
+@_handles(_ATEN.transpose.int, _ATEN.t.default)
+def _transposed(view: WeightView, dim0: int = 0, dim1: int = 1) -> Any:
+    order = list(range(view.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _of(view, view.window.transposed(tuple(order)))
 
 
 @_handles(_ATEN.unbind.int)

@@ -10,23 +10,25 @@ class Window:
     """A rectangular part of a weight ``(N, K)`` or ``(E, N, K)``, seen as a tensor.
 
     **Fields:** ``starts``, ``lengths``: per dimension of the weight; ``kept``: whether the dimension is one of the
-    view: it is not after one expert was selected; ``lead``: dimensions of size 1 in front of the others.
+    view: it is not after one expert was selected; ``lead``: dimensions of size 1 in front of the others; ``flipped``:
+    whether the view is ``(K, N)``, as some models store float weights; their loaders transpose it.
     """
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     kept: tuple[bool, ...]
     lead: int = 0
+    flipped: bool = False
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Window:
+    def whole(cls, shape: tuple[int, ...], *, flipped: bool = False) -> Window:
         """All of a weight of this shape."""
-        return cls((0,) * len(shape), tuple(shape), (True,) * len(shape))
+        return cls((0,) * len(shape), tuple(shape), (True,) * len(shape), flipped=flipped)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the view."""
-        return (1,) * self.lead + tuple(n for n, kept in zip(self.lengths, self.kept, strict=True) if kept)
+        return (1,) * self.lead + tuple(self.lengths[at] for at in self._dimensions())
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -65,10 +67,21 @@ class Window:
         assert found is not None
         return replace(found, kept=(False, *self.kept[1:]))
 
+    def transposed(self, order: tuple[int, ...]) -> Window | None:
+        """With dimensions in another order: None unless it makes a flipped view ``(N, K)``."""
+        size = len(self.shape)
+        swapped = (*range(size - 2), size - 1, size - 2)
+        return replace(self, flipped=False) if self.flipped and order == swapped else None
+
     def unsqueezed(self, dim: int) -> Window | None:
         """With another dimension of size 1 in front; None if it would not be in front."""
         return replace(self, lead=self.lead + 1) if dim == 0 else None
 
     def _dimension(self, dim: int) -> int:
         """The dimension of the weight behind one of the view."""
-        return [at for at, kept in enumerate(self.kept) if kept][dim - self.lead]
+        return self._dimensions()[dim - self.lead]
+
+    def _dimensions(self) -> list[int]:
+        """The dimensions of the weight that the view has, in its order."""
+        found = [at for at, kept in enumerate(self.kept) if kept]
+        return [*found[:-2], found[-1], found[-2]] if self.flipped else found
