@@ -119,14 +119,17 @@ def mixed_precision(rank: int, world: int) -> dict[str, Any]:
         message = "nothing was raised"
     except qcore.FormatError as error:
         message = str(error)
-    torch.manual_seed(0)
-    fits = nn.Sequential(nn.Linear(64, 32).bfloat16())
-    qcore.quantize_(fits, "w4a16-g32@absmax")
-    unpack_(fits)
-    x = torch.randn(2, 64).bfloat16()
-    want = fits(x)
-    fully_shard(fits, mp_policy=half)
-    return {"message": message, "same": torch.equal(fits(x), want)}
+    same = {}
+    for scheme in ("w4a16-g32@absmax", "nvfp4", "mxfp4", "wfp8a16-g32-e8m0"):
+        torch.manual_seed(0)
+        fits = nn.Sequential(nn.Linear(64, 32).bfloat16())
+        qcore.quantize_(fits, scheme)
+        unpack_(fits)
+        x = torch.randn(2, 64).bfloat16()
+        want = fits(x)
+        fully_shard(fits, mp_policy=half)
+        same[scheme] = torch.equal(fits(x), want)
+    return {"message": message, "same": same}
 
 
 def outside(rank: int, world: int) -> str:

@@ -44,7 +44,8 @@ def test_weights_with_an_order():
 def test_parts_are_frozen_parameters_with_the_names_of_a_state():
     layer, neutral = both("wfp4a16-g16-e4m3")
     found = dict(neutral.named_parameters())
-    assert found.keys() == {"bias", "weight.data", "weight.scale", "weight.global_scale"}
+    assert found.keys() == {"bias", "weight.data", "weight.scale"}
+    assert dict(neutral.named_buffers()).keys() == {"weight.global_scale"}
     assert not any(parameter.requires_grad for parameter in found.values())
     assert neutral.state_dict().keys() == layer.state_dict().keys()
 

@@ -32,7 +32,10 @@ from .linear import QuantizedLinear
 
 
 class WeightParts(nn.Module):
-    """The tensors of a quantized weight as frozen parameters: ``data``, ``scale``, and the others if it has them."""
+    """The tensors of a quantized weight: ``data``, ``scale``, and the others if it has them.
+
+    All are frozen parameters, except ``global_scale``, a buffer.
+    """
 
     def __init__(self, weight: QTensor) -> None:
         super().__init__()
@@ -41,14 +44,18 @@ class WeightParts(nn.Module):
         for name, tensor in weight.tensors().items():
             # FSDP2 shards no scalars.
             value = tensor.detach().reshape(1) if not tensor.dim() else tensor.detach()
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            if name == "global_scale":  # of four bytes, and not to be cast by a policy of mixed precision
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def qtensor(self) -> QTensor:
         """The weight in the memory that the parameters have now; dtypes and shapes are checked, values are not.
 
         Raises `FormatError` for parameters that are sharded, or that a tool has cast.
         """
-        found = {name: _local(parameter) for name, parameter in self._parameters.items()}
+        held: dict[str, Any] = {**self._parameters, **self._buffers}
+        found = {name: _uncast(_local(tensor), self.dtypes[name]) for name, tensor in held.items()}
         cast = next((name for name, t in found.items() if t.dtype != self.dtypes[name]), "")
         if cast:
             raise FormatError(
@@ -221,6 +228,12 @@ class _Reading:
 
     def unpack(self, packed: Any) -> QTensor:  # noqa: ARG002
         return self._parts.qtensor()
+
+
+def _uncast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales of 8 bits that FSDP2 has cast to bfloat16 or float32, which is exact, as they were."""
+    small = dtype.is_floating_point and dtype.itemsize == 1
+    return tensor.to(dtype) if small and tensor.dtype in (torch.bfloat16, torch.float32) else tensor
 
 
 def _local(parameter: Any) -> Tensor:
