@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from parallel_models import Attention, Block, Mlp
@@ -54,6 +56,34 @@ def test_attention_with_more_of_all_heads_stays_whole(name):
     block = _with(**WHOLE[name])
     assert plan_for(block, 2).keys() == MLP
     assert units_for(block, 2).keys() == ATTENTION | MLP  # for a plan of the model's own, which cuts the rest
+
+
+class _WidthOfX(Attention):
+    """As in TrOCR, LED and FSMT."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, embed_dim = x.size()
+        return self.o_proj(super().forward(x).reshape(batch, length, embed_dim))
+
+
+class _Sizes(NamedTuple):
+    hidden_dim: int
+
+
+class _WidthInSizes(Attention):
+    """As in Pegasus-X."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = _Sizes(hidden_dim=x.shape[-1])
+        return self.o_proj(super().forward(x).view(*x.shape[:-1], sizes.hidden_dim))
+
+
+@pytest.mark.parametrize("kind", [_WidthOfX, _WidthInSizes])
+def test_attention_as_wide_as_its_input_stays_whole(kind):
+    block = Block()
+    block.self_attn = kind(128, 8, 8, 16)
+    assert plan_for(block, 2).keys() == MLP
+    assert units_for(block, 2).keys() == ATTENTION | MLP
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ def _attention(model: nn.Module, path: str, names: tuple[str, str, str], outputs
     counts = q.out_features // head_dim, k.out_features // head_dim
     full_q, full_k, full_v, full_o = (_join(path, name) for name in (*names, out))
     fmt = None if _has_order(o) else _format(o)
-    alone = not _spans_heads(owner, (*layers, o), counts[0], head_dim)
+    alone = not (_spans_heads(owner, (*layers, o), counts[0], head_dim) or _takes_width_of_x(owner))
     return Attention(_join(path, inner), full_q, full_k, full_v, full_o, *counts, head_dim, fmt, alone)
 
 
@@ -226,6 +227,15 @@ def _spans_heads(owner: nn.Module, layers: Collection[nn.Module], heads: int, he
         return True
     others = [child for child in owner.children() if not any(layer in set(child.modules()) for layer in layers)]
     return any(not _is_of_a_head(child, heads, head_dim) for child in others)
+
+
+def _takes_width_of_x(owner: nn.Module) -> bool:
+    """Whether an attention module gives its result the width of x, as BART once did: it would need all heads.
+
+    By the names of variables in its code: TrOCR, LED, FSMT and DETR call it ``embed_dim``, Pegasus-X ``hidden_dim``.
+    """
+    code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+    return code is not None and ("embed_dim" in code.co_varnames or "hidden_dim" in code.co_names)
 
 
 def _is_of_a_head(child: nn.Module, heads: int, head_dim: int) -> bool:
