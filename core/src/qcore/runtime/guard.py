@@ -32,6 +32,7 @@ FIRST_CALL_SECONDS = 60.0
 BUILTIN = "torch"
 """The name of the built-in fallback plugin."""
 
+_HANDS_BACK = "it calls qcore for the same request, which qcore hands to it again: compute the result in the kernel"
 _TERMINATING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _POLL = 1.0
 
@@ -123,18 +124,54 @@ def guarded(plugin: Plugin, doing: str, key: str, seconds: float | None = None, 
     `SECONDS`; ``size``: each size of a key is a step of its own. A step that has succeeded leaves no more marks.
     """
     try:
-        if plugin.name == BUILTIN or (has_passed(key, size) and plugin.name not in _state_changers):
+        if plugin.name == BUILTIN:
             yield
-        else:
-            with _watched(Step(plugin, doing, key, SECONDS if seconds is None else seconds)):
-                yield
-            _remember(f"{key} {size}")
+            return
+        with _not_within_itself(key), _step(plugin, doing, key, seconds, size):
+            yield
     except (KeyboardInterrupt, StepError):
         raise
     except BaseException as error:
         if error is _handler_error.error:
             raise
         raise StepError(plain_text.of_error(error), error) from error
+
+
+@contextmanager
+def _step(plugin: Plugin, doing: str, key: str, seconds: float | None, size: str) -> Iterator[None]:
+    if has_passed(key, size) and plugin.name not in _state_changers:
+        yield
+        return
+    with _watched(Step(plugin, doing, key, SECONDS if seconds is None else seconds)):
+        yield
+    _remember(f"{key} {size}")
+
+
+class _Running(threading.local):
+    """The keys of the steps that run in this thread, and of those that were entered again meanwhile."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.again: set[str] = set()
+
+
+_running = _Running()
+
+
+@contextmanager
+def _not_within_itself(key: str) -> Iterator[None]:
+    """Fail a step that enters itself again, which a kernel does that calls qcore for its own request: without end."""
+    if key in _running.keys:
+        _running.again.add(key)
+        raise StepError(_HANDS_BACK)
+    _running.keys.add(key)
+    try:
+        yield
+        if key in _running.again:
+            raise StepError(_HANDS_BACK)
+    finally:
+        _running.keys.discard(key)
+        _running.again.discard(key)
 
 
 @contextmanager
