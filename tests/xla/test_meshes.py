@@ -50,6 +50,11 @@ def test_arrays_on_a_mesh():
     run("xla_mesh_arrays.py", 4, devices=4)
 
 
+@pytest.mark.alternate
+def test_arrays_on_an_explicit_mesh():
+    run("xla_mesh_explicit.py", 4, devices=4)
+
+
 def test_states_on_a_mesh():
     run("xla_mesh_states.py", 2, devices=2)
 

@@ -24,6 +24,7 @@ from ..bodies.varying import varying_like
 from ..graphs import quantized
 from ..graphs.quantized import Arrays, Layer
 from . import checks
+from .explicit import sharded_as
 from .weights import PackedWeight
 
 Pair = int | Sequence[int]
@@ -37,7 +38,8 @@ def linear(x: Any, weight: PackedWeight, bias: Any = None) -> Array:
     checks.kind(weight, "linear")
     x = jnp.asarray(x)
     checks.columns(x, weight)
-    return _run(_Call("linear", weight.layer, checks.float_dtype(x)), x, weight.arrays, checks.bias(bias, weight), None)
+    call = _Call("linear", weight.layer, checks.float_dtype(x))
+    return call.run(x, weight, checks.bias(bias, weight), kept=x.ndim - 1)
 
 
 def embedding(indices: Any, weight: PackedWeight, *, dtype: Any = jnp.float32) -> Array:
@@ -48,7 +50,12 @@ def embedding(indices: Any, weight: PackedWeight, *, dtype: Any = jnp.float32) -
     """
     checks.kind(weight, "embedding")
     rows = checks.row_numbers(jnp.asarray(indices), weight)
-    return quantized.gathered(rows, weight.arrays, weight.layer, checks.torch_dtype(dtype)).astype(dtype)
+    out = checks.torch_dtype(dtype)
+
+    def run(rows: Array, arrays: Arrays) -> Array:
+        return quantized.gathered(rows, arrays, weight.layer, out).astype(dtype)
+
+    return sharded_as(run, rows, weight.arrays, kept=rows.ndim)
 
 
 def conv2d(
@@ -64,7 +71,7 @@ def conv2d(
     x = jnp.asarray(x)
     geometry = checks.geometry(x, weight, kernel_size, stride, padding, dilation)
     call = _Call("conv2d", weight.layer, checks.float_dtype(x), geometry)
-    return _run(call, x, weight.arrays, checks.bias(bias, weight), None)
+    return call.run(x, weight, checks.bias(bias, weight), kept=1, added=3)
 
 
 def grouped_linear(x: Any, offsets: Any, weight: PackedWeight, bias: Any = None) -> Array:
@@ -77,7 +84,7 @@ def grouped_linear(x: Any, offsets: Any, weight: PackedWeight, bias: Any = None)
     checks.columns(x, weight)
     checks.offsets(x, offsets, weight)
     call = _Call("grouped_linear", weight.layer, checks.float_dtype(x))
-    return _run(call, x, weight.arrays, checks.bias(bias, weight), offsets)
+    return call.run(x, weight, checks.bias(bias, weight), offsets, kept=1)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,10 @@ class _Call:
     layer: Layer
     dtype: Any
     geometry: tuple[tuple[int, int], ...] = ()
+
+    def run(self, x: Array, weight: PackedWeight, bias: Any, ends: Any = None, *, kept: int, added: int = 1) -> Array:
+        """The product with its derivatives; ``kept``, ``added``: see `sharded_as`."""
+        return sharded_as(partial(_run, self), x, weight.arrays, bias, ends, kept=kept, added=added)
 
     def __call__(self, x: Array, arrays: Arrays, bias: Any, ends: Any) -> Array:
         # The bodies rely on rank promotion; the user's program may forbid it.

@@ -93,7 +93,7 @@ def pack(
     - ``table``: for `qcore_xla.embedding`; ``groups``: channel groups of a convolution.
     - ``platform``: ``"cpu"``, ``"gpu"`` or ``"tpu"`` to run on, by default that of ``jax.devices()[0]``, to which the
       arrays go.
-    - ``cut``: of a linear layer over an ``axis`` of a ``mesh`` (`jax.sharding.Mesh`, axes of type Auto): ``"column"``
+    - ``cut``: of a linear layer over an ``axis`` of a ``mesh`` (`jax.sharding.Mesh`): ``"column"``
       for its output features, or ``"row"`` for its input features, along groups.
 
     A weight that is cut has its parts along a first dimension of each array, sharded over ``axis``. `qcore_xla.linear`
