@@ -89,6 +89,24 @@ def test_what_stays_whole():
     assert qcore_xla.shard_(model, two, plan={"0": "column", "1": "row"}) == {"0": "column", "1": "row"}
 
 
+def test_groups_of_activations_are_not_divided():
+    layer = nn.Sequential(nn.Linear(192, 6))
+    qcore.quantize_(layer, "wfp8afp8-g64")
+    activation, two = layer[0].scheme.activation, type("Two", (), {"shape": {"model": 2}})()
+    cuts = {scales: MeshCut("row", two, "model", scales) for scales in ("global", "local")}
+    assert "groups of 64 activations" in cuts["global"].why_not_activation(activation, 192)
+    assert not cuts["local"].why_not_activation(activation, 192)
+    assert not cuts["global"].why_not_activation(activation, 256)
+    assert not MeshCut("column", two, "model").why_not_activation(activation, 192)
+    assert not cuts["global"].why_not_activation(None, 192)
+    three = SimpleNamespace(shape={"model": 2}, devices=np.array(jax.devices()[:1]), axis_names=("model",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "axis_of", lambda *_: (three, "model"))
+        with pytest.warns(qcore.QcoreWarning, match="scales='local' allows"), pytest.raises(qcore.UnsupportedError):
+            qcore_xla.shard_(layer, here(), plan={"0": "row"})
+        assert qcore_xla.shard_(layer, here(), plan={"0": "row"}, scales="local") == {"0": "row"}
+
+
 def test_heads_are_cut_by_the_plan_of_core():
     model = Decoder(layers=1).eval()
     qcore.quantize_(model, "w8a16")

@@ -20,7 +20,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor, nn
 
-from qcore import QcoreWarning, QTensor, UnsupportedError
+from qcore import DynamicFP8, QcoreWarning, QTensor, UnsupportedError
 from qcore.plugin_api import layer_contract, layers_of, plan_for
 
 _FINEST = 4
@@ -59,6 +59,13 @@ class MeshCut:
         """`why_not` of a weight ``(N, K)``."""
         n, k = weight.shape
         return self.why_not(n, k, weight.format.group_size, order=weight.order is not None)
+
+    def why_not_activation(self, activation: Any, k: int) -> str:
+        """Why an activation of K features keeps a layer whole: groups with scales of their own that a cut divides."""
+        group = activation.group if isinstance(activation, DynamicFP8) else None
+        if self.scales == "local" or group is None or self.group(k, group) == group:
+            return ""
+        return f"groups of {group} activations would get several scales each, which scales='local' allows"
 
     def group(self, k: int, group: int | None) -> int | None:
         """The size of groups after the cut: the largest that divides them and the shares."""
@@ -102,8 +109,9 @@ def shard_(
     - ``plan``: names of linear layers to ``"column"`` (output features) or ``"row"`` (input features, summed
       afterwards); by default what `qcore.parallel.plan_for` finds: attention by heads, MLPs by hidden features.
     - ``scales``: of activations that are quantized per token at run time, in layers that are summed. ``"global"``:
-      from all features, as on one device, by one more all-reduce of one number per token. ``"local"``: from each
-      device's own features, finer and without communication, so results depend on the number of devices.
+      from all features, as on one device, by one more all-reduce of one number per token; a layer stays whole if
+      that would divide groups of activations that have a scale each. ``"local"``: from each device's own features,
+      finer and without communication, so results depend on the number of devices.
 
     Returns the kind of cut by name of layer. Layers that cannot be cut evenly stay whole, on every device, with a
     warning; key and value heads stay whole if they are fewer than the devices. Raises `UnsupportedError` if nothing can
@@ -120,7 +128,7 @@ def shard_(
         if kind not in {"column", "row"} or layer_contract(layer) != "linear":
             raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
         weight: QTensor = layer.weight  # type: ignore[assignment]
-        if why := cut.why_not_weight(weight):
+        if why := cut.why_not_weight(weight) or cut.why_not_activation(layer.scheme.activation, weight.shape[-1]):
             warnings.warn(f"{name} stays whole on every device: {why}.", QcoreWarning, stacklevel=2)
             continue
         _cuts[layer] = cut
