@@ -207,6 +207,12 @@ def test_load_reads_what_qcore_saves(tmp_path):
     close(call(weights, ids.numpy()), model(ids))
     only = qcore_xla.load(tmp_path / "model", only=["proj.*"], tables=())
     assert set(only) == {"proj.weight", "proj.bias"}
+    elsewhere = qcore_xla.load(tmp_path / "model", only="proj.*", tables="embed*", plan={"lm_head*": "column"})
+    assert set(elsewhere) == set(only)  # patterns of tensors that are not read
+    for what, given in {"only": ["proj*", "porj.weight"], "tables": "porj.weight", "groups": {"porj.weight": 4},
+                        "plan": {"porj.weight": "row"}}.items():  # fmt: skip
+        with pytest.raises(qcore.FormatError, match=f"of {what} matches no tensor. Did you mean 'proj.weight'"):
+            qcore_xla.load(tmp_path / "model", **{what: given})
 
 
 @pytest.mark.parametrize("format", ["gptq", "awq", "compressed-tensors W4A16", "compressed-tensors W8"])

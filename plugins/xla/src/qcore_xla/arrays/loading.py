@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -48,10 +49,14 @@ def load(
     `jax.Array` for the rest. A tied weight is packed once for lookups and once for products. Numbers of 64 bits get 32.
 
     Raises `CheckpointError` for a file that cannot be read, `OverflowError` for an integer that does not fit 32 bits,
-    `FormatError` with the name of a weight that cannot be packed so.
+    `FormatError` with the name of a weight that cannot be packed so, and for a pattern that matches no tensor.
     """
     wanted, table = _patterns(only), _patterns(tables)
     with open_checkpoint(Path(path)) as archive:
+        names = dict.fromkeys([*archive.records, *archive.plain_names()])
+        usual = {"tables": table} if tables is not TABLES else {}
+        for what, patterns in {"only": wanted, **usual, "groups": groups or (), "plan": plan or ()}.items():
+            _check_patterns(what, patterns, names, of=archive.path)
         found: dict[str, Any] = {}
         for name in _unique(archive.records, wanted):
             cut = _first(name, plan or {}, "")
@@ -75,6 +80,16 @@ def _packed(archive: Archive, name: str, **options: Any) -> PackedWeight:
 
 def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _check_patterns(what: str, patterns: Iterable[str], names: Iterable[str], *, of: Path) -> None:
+    """Raises `FormatError` for a pattern that matches none of the names: most likely a typo."""
+    known = list(names)
+    for pattern in patterns:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in known):
+            close = get_close_matches(pattern, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise FormatError(f"{of}: the pattern {pattern!r} of {what} matches no tensor.{hint}")
 
 
 def _any(name: str, patterns: tuple[str, ...]) -> bool:
