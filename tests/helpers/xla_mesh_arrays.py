@@ -57,6 +57,7 @@ def main(devices):
         check_parts_of_unlike_sizes(scheme, mesh)
     for scheme in ("w8a8", "w8a8-aasym", "wfp8afp8"):
         check_nan_of_one_device(scheme, mesh)
+        check_number_of_all_reduces(scheme, mesh)
     for rows in (5, 30):
         check_experts_in_shard_map(rows, mesh)
     print("equal", len(jax.devices()))
@@ -73,6 +74,15 @@ def check_parts_of_unlike_sizes(scheme, mesh):
     np.testing.assert_allclose(
         jax.jit(qcore_xla.linear)(x, cut), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
     )
+
+
+def check_number_of_all_reduces(scheme, mesh):
+    """One of each token's range, one of the products."""
+    cut = qcore_xla.pack(
+        qcore.quantize(torch.randn(24, 128), qcore.Scheme.parse(scheme).weight), scheme, cut="row", mesh=mesh
+    )
+    program = jax.jit(qcore_xla.linear).lower(jnp.ones((3, 128)), cut).compile().as_text()
+    assert program.count(" all-reduce(") + program.count(" all-reduce-start(") == 2, (scheme, program)
 
 
 def check_nan_of_one_device(scheme, mesh):

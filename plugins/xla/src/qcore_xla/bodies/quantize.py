@@ -51,8 +51,7 @@ def activations(
         largest = extremes.largest_magnitude(x, -1, keepdims=True, over=axis)
         s = _usable(largest / 127)
         return _codes(x, s, None), s, None
-    low = jnp.minimum(extremes.smallest(x, -1, keepdims=True, over=axis).astype(jnp.float32), 0)
-    high = jnp.maximum(extremes.largest(x, -1, keepdims=True, over=axis).astype(jnp.float32), 0)
+    low, high = extremes.range_with_zero(x, over=axis)
     s = _usable((high - low) / 255)
     z = jnp.where(high == low, 0.0, jnp.round(-128 - low / s))  # a token of zeros is zeros, whatever follows
     return _codes(x, s, z), s, z
