@@ -79,7 +79,8 @@ def kept_on_disk() -> Iterator[None]:
         compilation_cache.reset_cache()
         jax.config.update(_SETTINGS[0], str(folder))
         jax.config.update(_SETTINGS[1], 0.0)
-        of_jax._cache = ProgramFiles(folder)  # noqa: SLF001 - JAX 0.6 to 0.10 have no public way to set it
+        # JAX 0.6 to 0.10 have no public way to set it.
+        of_jax._cache = ProgramFiles(folder)  # type: ignore[assignment]  # noqa: SLF001
         try:
             yield
         finally:

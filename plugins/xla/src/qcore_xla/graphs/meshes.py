@@ -20,7 +20,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor, nn
 
-from qcore import DynamicFP8, QcoreWarning, QTensor, UnsupportedError
+from qcore import DynamicFP8, QcoreWarning, QTensor, Scheme, UnsupportedError
 from qcore.plugin_api import layer_contract, layers_of, plan_for
 
 _FINEST = 4
@@ -128,7 +128,8 @@ def shard_(
         if kind not in {"column", "row"} or layer_contract(layer) != "linear":
             raise UnsupportedError(f"{name}: quantized linear layers are cut, by 'column' or 'row', not {kind!r}.")
         weight: QTensor = layer.weight  # type: ignore[assignment]
-        if why := cut.why_not_weight(weight) or cut.why_not_activation(layer.scheme.activation, weight.shape[-1]):
+        scheme: Scheme = layer.scheme  # type: ignore[assignment]
+        if why := cut.why_not_weight(weight) or cut.why_not_activation(scheme.activation, weight.shape[-1]):
             warnings.warn(f"{name} stays whole on every device: {why}.", QcoreWarning, stacklevel=2)
             continue
         _cuts[layer] = cut
