@@ -37,10 +37,12 @@ class ProgramFiles:
         try:
             stored = self._file(key).read_bytes()
             digest, program = stored[:_DIGEST], stored[_DIGEST:]
+            if hashlib.sha256(program).digest() != digest:
+                return None
             decompress_executable(program)  # fails after zstandard was installed or removed
         except Exception:  # noqa: BLE001 - each way to compress has its own errors
             return None
-        return program if hashlib.sha256(program).digest() == digest else None
+        return program
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a program if the disk lets us: it runs in any case."""
