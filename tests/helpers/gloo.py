@@ -48,6 +48,7 @@ def _work(rank: int, world: int, module: str, folder: str, names: Collection[str
     warnings.simplefilter("error")
     for text in ("torch.jit.script_method", "should not be instantiated"):  # torch's own
         warnings.filterwarnings("ignore", f".*{text}.*", DeprecationWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.9's own, while DCP saves
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=dt.timedelta(seconds=120))
     cases: Mapping[str, Callable[..., Any]] = import_module(module).CASES
