@@ -24,8 +24,9 @@ CLOSE = 1.02
 PARTIAL = {"w4a8_units_hopper", "w4a8_units_hopper_64", "w4a8_units_hopper_192"}
 """Kernels that take only some of a form's weights."""
 
-SHARING = PARTIAL | {"gemm_hopper", "gemm_hopper_64", "gemm_hopper_192", "w4a8_groups_hopper", "w8a8_groups_hopper"}
-SHARING |= {"int8_groups_hopper"}
+SHARING = PARTIAL | {"gemm_hopper", "gemm_hopper_64", "gemm_hopper_192"} | {
+    "w4a8_groups_hopper", "w8a8_groups_hopper", "int8_groups_hopper",
+}  # fmt: skip
 """Kernels whose programs can share tiles, as the field ``split`` of a configuration says."""
 
 EVEN = 1.04

@@ -18,7 +18,7 @@ from .columns import by_pieces
 from .integer import ChannelProduct, activation_bound, centred_activations, finish
 from .ops import op
 from .padding import float_conv2d, may_need_explicit_padding, traced_conv2d
-from .plain_linear import compute_dtype, rounds_alike
+from .plain_linear import product_dtype
 from .weights import NeutralKernel, autocast_device
 
 
@@ -28,9 +28,7 @@ class PlainConv2d(NeutralKernel):
     def __init__(self, request: Conv2dRequest) -> None:
         super().__init__("torch.plain.conv2d", request.weight, request.n, request.k)
         self.request, self.out_dtype = request, request.out_dtype
-        self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
-        if rounds_alike(self.reader, self.compute):
-            self.compute = torch.float32
+        self.compute = product_dtype(request, self.reader)
         self.autocast = autocast_device(request.device)
         # Sizes are unknown in a graph, so an op checks them at run time; a trace cannot register it, so it is made
         # here.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contracts import LinearRequest
+from ..contracts import Conv2dRequest, LinearRequest
 from ..discovery.kernels import Packed, RowsKernel
 from ..formats import Format, ZeroPoint
 from ..weights.activations import DynamicFP8, DynamicInt8, StaticFP8, StaticInt8, fp8_scale, quantize_fp8
@@ -42,6 +42,12 @@ def rounds_alike(reader: WeightReader, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and reader.group > _LONG_GROUP and not around_zero
 
 
+def product_dtype(request: LinearRequest | Conv2dRequest, reader: WeightReader) -> torch.dtype:
+    """`compute_dtype`, or float32 for a weight whose rounding errors add up, see `rounds_alike`."""
+    dtype = compute_dtype(request.device, request.x_dtype, request.out_dtype)
+    return torch.float32 if rounds_alike(reader, dtype) else dtype
+
+
 def has_exact_values(format: Format, dtype: torch.dtype) -> bool:
     """Whether the values of all codes are exact in ``dtype``."""
     if format.element.values is None:
@@ -56,9 +62,7 @@ class PlainLinear(NeutralKernel, RowsKernel):
     def __init__(self, request: LinearRequest) -> None:
         super().__init__("torch.plain.linear", request.weight, request.n, request.k)
         self.activation, self.output, self.out_dtype = request.activation, request.output, request.out_dtype
-        self.compute = compute_dtype(request.device, request.x_dtype, request.out_dtype)
-        if rounds_alike(self.reader, self.compute):
-            self.compute = torch.float32
+        self.compute = product_dtype(request, self.reader)
         self.autocast = autocast_device(request.device)
         # Scaling the result is cheaper, and codes are exact in bfloat16 while a scaled weight is not. In float16 the
         # products of codes would overflow.

@@ -89,7 +89,7 @@ class W4A8GroupsHopper(_GroupsHopper):
 class W8A8GroupsHopper(_GroupsHopper):
     """int8 with zero points in groups of 64 or of a multiple of 128; `Int8GroupsHopper` is for those without.
 
-    With tiles of 128 tokens, a few registers of a thread are in memory; those of 64 take longer by a quarter.
+    With tiles of 128 tokens, a few registers of a thread are spilled; those of 64 take longer by a third.
     """
 
     name: ClassVar[str] = "w8a8_groups_hopper"
